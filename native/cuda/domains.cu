@@ -167,7 +167,7 @@ void load_domains_kernels() {
 
 void launch_pack(const Plan& plan, const DomainsPlan& across, const DispatchCall& call, const Room& room,
                  cudaStream_t stream) {
-  const uint64_t bytes = uint64_t{call.num_tokens} * (across.domains.count() - 1) * across.parcel.row_bytes;
+  const uint64_t bytes = uint64_t{call.num_tokens} * (across.domains.count() - 1) * across.parcels.row_bytes;
   const uint32_t blocks = blocks_for(bytes, room);
   const auto kernel = call.ids_are_64bit != 0 ? pack_kernel<int64_t> : pack_kernel<int32_t>;
   launch_early(kernel, blocks, kThreads, stream, "launching pack_kernel", plan, across.at_hand, call);
@@ -177,7 +177,7 @@ void launch_pack(const Plan& plan, const DomainsPlan& across, const DispatchCall
 void launch_unpack(const Plan& plan, const DomainsPlan& across, uint32_t max_rows, const Room& room,
                    cudaStream_t stream) {
   const uint64_t rows = uint64_t{across.far_sources(plan)} * plan.shape.max_tokens_per_rank;
-  const uint32_t blocks = blocks_for(rows * across.parcel.row_bytes, room);
+  const uint32_t blocks = blocks_for(rows * across.parcels.row_bytes, room);
   launch_early(unpack_kernel, blocks, kThreads, stream, "launching unpack_kernel", plan, across.at_hand, max_rows);
 }
 

@@ -44,10 +44,10 @@ Proxy::Proxy(const Config& config)
   }
 }
 
-Proxy::Counter Proxy::counter(ParcelKind kind, uint32_t chunk, uint32_t sender) const {
+Proxy::Counter Proxy::counter(ParcelKind kind, uint32_t parcel, uint32_t sender) const {
   const putget_transport& transport = *config_.transport;
   Counter found;
-  const uint32_t imm = parcel_imm(kind, config_.generation, config_.workspace, chunk, sender);
+  const uint32_t imm = parcel_imm(kind, config_.generation, config_.workspace, parcel, sender);
   if (transport.counter_word(transport.self, imm, &found.word) != PUTGET_TRANSPORT_OK) {
     throw std::runtime_error(transport.error(transport.self));
   }
@@ -64,8 +64,8 @@ void Proxy::add_sending(uint32_t domain) {
   sending.dispatched = sending.ended = config_.epoch;
   sending.from = splits_.outbox(config_.rank, domain);
   sending.to = splits_.inbox(sending.lane.peer, config_.rank);
-  for (uint32_t chunk = 0; chunk < config_.shape.return_chunks(config_.shape.max_tokens); ++chunk) {
-    sending.returned.push_back(counter(ParcelKind::kReturn, chunk, sending.lane.peer));
+  for (uint32_t parcel = 0; parcel < config_.shape.return_parcels(config_.shape.max_tokens); ++parcel) {
+    sending.returned.push_back(counter(ParcelKind::kReturn, parcel, sending.lane.peer));
   }
   sending.released = counter(ParcelKind::kReleased, 0, sending.lane.peer);
   for (uint32_t rank = 0; rank < domains.ep_size(); ++rank) {
@@ -82,10 +82,10 @@ void Proxy::add_serving(uint32_t source) {
   serving.landed = serving.ended = config_.epoch;
   serving.from = splits_.returns(config_.rank, source);
   serving.to = splits_.return_inbox(source, config_.domains.domain_of(config_.rank));
-  const uint32_t most = config_.shape.chunks(config_.shape.max_tokens);
-  for (uint32_t chunk = 0; chunk < most; ++chunk) {
-    if (chunk + 1 < most) serving.chunk.push_back(counter(ParcelKind::kChunk, chunk, source));
-    serving.last.push_back(counter(ParcelKind::kLastChunk, chunk, source));
+  const uint32_t most = config_.shape.count(config_.shape.max_tokens);
+  for (uint32_t parcel = 0; parcel < most; ++parcel) {
+    if (parcel + 1 < most) serving.parcel.push_back(counter(ParcelKind::kParcel, parcel, source));
+    serving.last.push_back(counter(ParcelKind::kLastParcel, parcel, source));
   }
   serving.empty = counter(ParcelKind::kEmpty, 0, source);
   serving_.push_back(std::move(made));
@@ -190,7 +190,7 @@ bool Proxy::begin_dispatch(Sending& sending, uint64_t now_ns) {
     stop(Lost::kEndsDiffer, sending.ended, only(sending.lane.peer));
     return true;
   }
-  sending.chunks = config_.shape.chunks(sending.rows);
+  sending.num_parcels = config_.shape.count(sending.rows);
   sending.next = 0;
   sending.since_ns = now_ns;
   sending.asked = 0;
@@ -204,9 +204,9 @@ bool Proxy::post_dispatch(Sending& sending) {
   while (sending.posting) {
     putget_transport_write write{};
     ParcelKind kind = ParcelKind::kEmpty;
-    if (sending.chunks > 0) {
+    if (sending.num_parcels > 0) {
       const uint64_t at = shape.write_at(sending.next);
-      kind = sending.next + 1 == sending.chunks ? ParcelKind::kLastChunk : ParcelKind::kChunk;
+      kind = sending.next + 1 == sending.num_parcels ? ParcelKind::kLastParcel : ParcelKind::kParcel;
       write.region = config_.outbox;
       write.src_offset = sending.from + at;
       write.dst_offset = sending.to + at;
@@ -216,7 +216,7 @@ bool Proxy::post_dispatch(Sending& sending) {
     write.imm = parcel_imm(kind, config_.generation, config_.workspace, sending.next, config_.rank);
     if (post(sending.lane, write) != Post::kDone) return moved;  // [X3]
     moved = true;
-    if (++sending.next >= sending.chunks) {
+    if (++sending.next >= sending.num_parcels) {
       sending.posting = false;
       ++sending.dispatched;
     }
@@ -226,14 +226,14 @@ bool Proxy::post_dispatch(Sending& sending) {
 
 bool Proxy::observe_return(Sending& sending) {
   const bool released = sending.released.grown();
-  const uint32_t chunks = config_.shape.return_chunks(sending.rows);
+  const uint32_t num_parcels = config_.shape.return_parcels(sending.rows);
   if (released) {
     sending.released.take();
   } else {
-    for (uint32_t chunk = chunks; chunk-- > 0;) {
-      if (!sending.returned[chunk].grown()) return false;
+    for (uint32_t parcel = num_parcels; parcel-- > 0;) {
+      if (!sending.returned[parcel].grown()) return false;
     }
-    for (uint32_t chunk = 0; chunk < chunks; ++chunk) sending.returned[chunk].take();
+    for (uint32_t parcel = 0; parcel < num_parcels; ++parcel) sending.returned[parcel].take();
   }
   sending.ended = sending.dispatched;
   sending.end_kind = released ? kEndedByRelease : kEndedByCombine;
@@ -286,32 +286,32 @@ bool Proxy::step_serving(Serving& serving, uint64_t now_ns) {
 }
 
 bool Proxy::observe_message(Serving& serving, uint64_t now_ns) {
-  uint32_t chunks = 0;
+  uint32_t num_parcels = 0;
   if (!serving.empty.grown()) {
-    while (chunks < serving.last.size() && !serving.last[chunks].grown()) ++chunks;
-    if (chunks == serving.last.size()) return false;
-    for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
-      if (!serving.chunk[chunk].grown()) return false;
+    while (num_parcels < serving.last.size() && !serving.last[num_parcels].grown()) ++num_parcels;
+    if (num_parcels == serving.last.size()) return false;
+    for (uint32_t parcel = 0; parcel < num_parcels; ++parcel) {
+      if (!serving.parcel[parcel].grown()) return false;
     }
-    ++chunks;
+    ++num_parcels;
   }
   // The network may read what went back in the round before until then, and the sums of this round go there.
   if (!serving.lane.idle()) return false;
-  if (chunks == 0) {
+  if (num_parcels == 0) {
     serving.empty.take();
   } else {
-    serving.last[chunks - 1].take();
-    for (uint32_t chunk = 0; chunk + 1 < chunks; ++chunk) serving.chunk[chunk].take();
+    serving.last[num_parcels - 1].take();
+    for (uint32_t parcel = 0; parcel + 1 < num_parcels; ++parcel) serving.parcel[parcel].take();
   }
   ++serving.landed;
-  serving.chunks = chunks;
+  serving.num_parcels = num_parcels;
   serving.since_ns = now_ns;
   serving.told = false;
   const Domains& domains = config_.domains;
   const uint32_t domain = domains.domain_of(config_.rank);
   for (uint32_t place = 0; place < domains.size(domain); ++place) {
     const Board board(config_.board[domains.member(domain, place)]);
-    store_release(board.landed(serving.lane.peer), pack_flag(serving.landed, chunks));  // [X4]
+    store_release(board.landed(serving.lane.peer), pack_flag(serving.landed, num_parcels));  // [X4]
   }
   return true;
 }
@@ -324,7 +324,7 @@ bool Proxy::begin_return(Serving& serving) {
     const uint64_t doorbell = load_acquire(board_.back(serving.lane.peer));  // [X7]
     if (flag_epoch(doorbell) != serving.landed) return false;
     serving.rows = flag_value(doorbell);
-    if (serving.rows > config_.shape.max_tokens || config_.shape.chunks(serving.rows) != serving.chunks) {
+    if (serving.rows > config_.shape.max_tokens || config_.shape.count(serving.rows) != serving.num_parcels) {
       stop(Lost::kTooManyRows, serving.landed, only(config_.rank));
       return true;
     }
@@ -337,23 +337,23 @@ bool Proxy::begin_return(Serving& serving) {
 bool Proxy::post_return(Serving& serving) {
   const ParcelShape& shape = config_.shape;
   const bool combined = closed_kind_ == kEndedByCombine;
-  const uint32_t chunks = combined ? shape.return_chunks(serving.rows) : 1;
+  const uint32_t num_parcels = combined ? shape.return_parcels(serving.rows) : 1;
   const ParcelKind kind = combined ? ParcelKind::kReturn : ParcelKind::kReleased;
   bool moved = false;
   while (serving.posting) {
     putget_transport_write write{};
     if (serving.rows > 0) {
-      const uint64_t at = uint64_t{serving.next} * shape.return_chunk_rows * shape.return_row_bytes;
+      const uint64_t at = uint64_t{serving.next} * shape.return_parcel_rows * shape.return_row_bytes;
       write.region = config_.returns;
       write.src_offset = serving.from + at;
       write.dst_offset = serving.to + at;
-      write.bytes = uint64_t{shape.rows_of_return_chunk(serving.rows, serving.next)} * shape.return_row_bytes;
+      write.bytes = uint64_t{shape.rows_of_return_parcel(serving.rows, serving.next)} * shape.return_row_bytes;
     }
     write.target = config_.return_inbox_of[serving.lane.peer];
     write.imm = parcel_imm(kind, config_.generation, config_.workspace, serving.next, config_.rank);
     if (post(serving.lane, write) != Post::kDone) return moved;  // [X8]
     moved = true;
-    if (++serving.next == chunks) {
+    if (++serving.next == num_parcels) {
       serving.posting = false;
       serving.ended = serving.landed;
     }

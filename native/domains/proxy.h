@@ -95,14 +95,14 @@ class Proxy {
     uint32_t ended = 0;       // epoch of the last one that was answered
     uint32_t end_kind = 0;
     uint32_t rows = 0;
-    uint32_t chunks = 0;
-    uint32_t next = 0;  // chunk
+    uint32_t num_parcels = 0;
+    uint32_t next = 0;  // parcel
     bool posting = false;
     uint32_t asked = 0;  // times that the agent was asked whether it lives
     uint64_t from = 0;   // bytes from the start of the outbox
     uint64_t to = 0;     // ... and of the agent's inbox
     uint64_t since_ns = 0;
-    std::vector<Counter> returned;  // by chunk
+    std::vector<Counter> returned;  // by parcel
     Counter released;
     std::vector<Counter> waiting;  // by rank
   };
@@ -112,21 +112,21 @@ class Proxy {
     uint32_t landed = 0;  // epoch
     uint32_t ended = 0;
     uint32_t rows = 0;
-    uint32_t chunks = 0;
+    uint32_t num_parcels = 0;
     uint32_t next = 0;
     bool posting = false;
     bool told = false;
     uint64_t from = 0;
     uint64_t to = 0;
     uint64_t since_ns = 0;
-    std::vector<Counter> chunk;  // all but the last one of a message
+    std::vector<Counter> parcel;  // all but the last one of a message
     std::vector<Counter> last;
     Counter empty;
   };
 
   enum class Post { kDone, kLater, kStopped };
 
-  Counter counter(ParcelKind kind, uint32_t chunk, uint32_t sender) const;
+  Counter counter(ParcelKind kind, uint32_t parcel, uint32_t sender) const;
   void add_sending(uint32_t domain);
   void add_serving(uint32_t source);
 

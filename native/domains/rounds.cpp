@@ -62,7 +62,7 @@ std::pair<const uint8_t*, uint64_t> next_part(const uint8_t*& card, uint64_t& le
 
 DomainsPlan begin_plan(const DomainsShape& made, const putget_nodes_config& config) {
   DomainsPlan across(made.domains);
-  across.parcel = made.parcel;
+  across.parcels = made.parcels;
   across.row = made.row;
   across.wire = made.wire;
   across.generation = config.generation;
@@ -106,8 +106,8 @@ uint64_t own_sums_bytes(const Shape& shape) {
 
 constexpr uint64_t kInboxAt = (Board::kBytes + kRegionAlignment - 1) / kRegionAlignment * kRegionAlignment;
 
-uint64_t most_inbox_bytes(const Domains& domains, const ParcelShape& parcel) {
-  const Splits splits(domains, parcel);
+uint64_t most_inbox_bytes(const Domains& domains, const ParcelShape& parcels) {
+  const Splits splits(domains, parcels);
   uint64_t most = 0;
   for (uint32_t rank = 0; rank < domains.ep_size(); ++rank) most = std::max(most, splits.inbox_bytes(rank));
   return align_region(most);
@@ -120,26 +120,26 @@ DomainsShape::DomainsShape(const Shape& shape, const putget_nodes_config& config
       row(ParcelRow::of(shape)),
       wire(wire_of(config, shape)),
       on_device(is_on_device(config)),
-      parcel(ParcelShape::make(shape.max_tokens_per_rank, shape.top_k, row.bytes, home_row_bytes(shape, wire),
-                               most_bytes, shape.num_stats)) {
-  require(parcel.chunk_rows != 0, "max_tokens_per_rank is " + std::to_string(shape.max_tokens_per_rank) + ": rows of " +
-                                      std::to_string(row.bytes) + " bytes out and " +
-                                      std::to_string(parcel.return_row_bytes) + " back, and num_stats " +
-                                      std::to_string(shape.num_stats) + ", do not fit into 64 writes of " +
-                                      std::to_string(most_bytes) + " bytes");
+      parcels(ParcelShape::make(shape.max_tokens_per_rank, shape.top_k, row.bytes, home_row_bytes(shape, wire),
+                                most_bytes, shape.num_stats)) {
+  require(parcels.parcel_rows != 0, "max_tokens_per_rank is " + std::to_string(shape.max_tokens_per_rank) +
+                                        ": rows of " + std::to_string(row.bytes) + " bytes out and " +
+                                        std::to_string(parcels.return_row_bytes) + " back, and num_stats " +
+                                        std::to_string(shape.num_stats) + ", do not fit into 64 writes of " +
+                                        std::to_string(most_bytes) + " bytes");
 }
 
 uint64_t DomainsShape::shared_bytes() const {
-  const uint64_t inbox = on_device ? 0 : most_inbox_bytes(domains, parcel);
+  const uint64_t inbox = on_device ? 0 : most_inbox_bytes(domains, parcels);
   return std::max(kInboxAt + inbox, control_bytes(domains.ep_size()));
 }
 
 uint64_t DomainsShape::inbox_bytes() const {
-  return on_device ? std::max(most_inbox_bytes(domains, parcel), control_bytes(domains.ep_size())) : 0;
+  return on_device ? std::max(most_inbox_bytes(domains, parcels), control_bytes(domains.ep_size())) : 0;
 }
 
 uint64_t DomainsShape::own_bytes(const Shape& shape) const {
-  const Splits splits(domains, parcel);
+  const Splits splits(domains, parcels);
   const uint64_t served = 2 * uint64_t{shape.top_k} * domains.sources(shape.ep_rank, shape.ep_size);
   const uint64_t tables = shape.max_tokens_per_rank * (served + domains.count()) * sizeof(int32_t);
   const uint64_t sums = uint64_t{shape.max_tokens_per_rank} * shape.output_row_bytes();
@@ -217,7 +217,7 @@ uint8_t* DomainRounds::inbox_at(uint32_t rank) const {
 
 // In host memory, where any network reaches it, or on the GPU.
 void DomainRounds::make_network_memory() {
-  const Splits splits(across_.domains, across_.parcel);
+  const Splits splits(across_.domains, across_.parcels);
   const auto make = [&](uint64_t bytes) {
     const uint64_t some = std::max<uint64_t>(bytes, 1);
     return storage_.emplace_back(inbox_memory_ != nullptr ? memory_->make_tables(some) : cpu::make_pages(some)).get();
@@ -235,7 +235,7 @@ void DomainRounds::make_network_memory() {
 
 // When the memory of the own domain is mapped here.
 void DomainRounds::show_to_kernels() {
-  const Splits splits(across_.domains, across_.parcel);
+  const Splits splits(across_.domains, across_.parcels);
   const auto show = [&](uint8_t* host, uint64_t bytes) {
     return shown_.emplace_back(memory_->show_to_kernels(host, std::max<uint64_t>(bytes, 1))).get();
   };
@@ -348,7 +348,7 @@ void DomainRounds::start() {
                        workspace_,
                        across_.first,
                        plan_.timeout_ns,
-                       across_.parcel,
+                       across_.parcels,
                        across_.domains,
                        &transport_,
                        {},

@@ -18,7 +18,7 @@ struct DomainsShape {
   ParcelRow row;
   WireType wire;   // of sums that go home
   bool on_device;  // where rows wait for the network
-  ParcelShape parcel;
+  ParcelShape parcels;
 
   // Throws Error where sizes or domains are out of range. `most_bytes` of one write.
   DomainsShape(const Shape& shape, const putget_nodes_config& config, uint64_t most_bytes);

@@ -282,7 +282,7 @@ int TransferEngine::write(void* self, const putget_transport_write* write) {
   submit.imm = target->first_imm + write->imm;
   submit.deadline = end.write_deadline_;
   submit.word = write->over;
-  // A message's chunks take NICs by turns.
+  // A message's parcels take NICs by turns.
   pt_poster* const poster = end.posters_[end.next_];
   const int status = end.library_.pt_post_write(poster, write->bytes, source, write->src_offset, target->desc,
                                                 write->dst_offset, &submit);

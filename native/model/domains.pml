@@ -1,5 +1,5 @@
 /* Rounds across two domains of two ranks, for SPIN: kernels and proxies of docs/protocol/domains.md, X0 to X9, on a
- * network without any order. A message has two chunks. What a region holds is the epoch of what was stored there. A
+ * network without any order. A message has two parcels. What a region holds is the epoch of what was stored there. A
  * write reads its source when it lands, and until it is over it may read it again.
  *
  * Each rank is a process of kernels. Its proxy is one process for the message that the rank sends and one for each
@@ -11,7 +11,7 @@
  * TAKERS       a bit for each source: both ranks of its agent's domain have rows of it, otherwise the agent alone
  * DEATH        rank 1 stops at any time. The others give up any wait from then on. The three that are left do one more
  *              round on fresh pages, while writes of before are still under way
- * Mutations: SKIP_X0, SKIP_X4, SKIP_X9 (a kernel does not wait), SKIP_DOORBELL, SKIP_END, SKIP_OVER, SKIP_CHUNK,
+ * Mutations: SKIP_X0, SKIP_X4, SKIP_X9 (a kernel does not wait), SKIP_DOORBELL, SKIP_END, SKIP_OVER, SKIP_PARCEL,
  * SKIP_RETURN_OVER, SKIP_X6, SKIP_X7 (a proxy does not), EARLY_X6 (before X5), EARLY_X9 (when the return is posted),
  * ONE_BOARD, NO_ANSWER (released rounds are not answered), OLD_PAGES, OLD_GENERATION (for late writes).
  */
@@ -42,7 +42,7 @@
 #define RUNS(rank) true
 #endif
 
-/* Of one generation; by source or rank, and chunk or reader behind it. */
+/* Of one generation; by source or rank, and parcel or reader behind it. */
 typedef Words {
   byte outbox[4], inbox[8], returns[4], landing[4]; /* what they hold */
   byte sent[4], out[4], closed[4], back[4], returned[4], landed[16];
@@ -167,7 +167,7 @@ proctype Kernels(byte me; byte g; byte n; byte last) {
 #else
 #define RETURNED (words[g].answered[me] == ended + 1 - before)
 #endif
-#ifdef SKIP_CHUNK
+#ifdef SKIP_PARCEL
 #define WHOLE true
 #else
 #define WHOLE (words[g].counted[source * 2 + 1] == landed + 1 - before)

@@ -98,11 +98,11 @@ class World {
     const uint32_t top_k = 1 + random() % 4;
     const uint32_t row = 16 * (1 + random() % 3);
     const uint32_t back = 16 * (1 + random() % 3);
-    // Small writes, so that messages and returns have several chunks.
+    // Small writes, so that messages and returns have several parcels.
     const uint64_t most = random() % 2 == 0 ? 1 << 20 : (tokens / 40 + 2) * (row + back + top_k + 16) + 96;
     const uint32_t num_stats = seed % 2 == 0 ? 0 : 1 + seed % 40;
     story.shape = ParcelShape::make(tokens, top_k, row, back, most, num_stats);
-    if (story.shape.chunk_rows == 0) story.shape = ParcelShape::make(tokens, top_k, row, back, 1 << 20, num_stats);
+    if (story.shape.parcel_rows == 0) story.shape = ParcelShape::make(tokens, top_k, row, back, 1 << 20, num_stats);
     story.rounds = tokens > 20 ? 6 : 30;
     story.released_percent = random() % 3 == 0 ? 0 : 30;
     story.empty_percent = random() % 2 == 0 ? 10 : 60;

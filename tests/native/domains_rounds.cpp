@@ -208,7 +208,7 @@ class Rank {
     }
     across_.look_up_messages(plan_.shape, inbox);
     proxy::Config config{
-        rank_, 0,           object_,     0,  kTimeoutNs, across_.parcel, across_.domains, &held_.table(),
+        rank_, 0,           object_,     0,  kTimeoutNs, across_.parcels, across_.domains, &held_.table(),
         {},    regions_[0], regions_[2], {}, {}};
     std::copy_n(across_.board, kMaxRanks, config.board);
     std::copy_n(inbox_of_, kMaxRanks, config.inbox_of);
@@ -249,10 +249,10 @@ class Rank {
     across_.row = ParcelRow::of(plan_.shape);
     Shape home = plan_.shape;
     home.wire_type = across_.wire;
-    // Messages of up to three chunks.
-    across_.parcel = ParcelShape::make(room_of(object_), kTopK, across_.row.bytes, home.wire_row_bytes(),
-                                       96 + 2 * (across_.row.bytes + kTopK), story_.num_stats());
-    const Splits splits(across_.domains, across_.parcel);
+    // Messages of up to three parcels.
+    across_.parcels = ParcelShape::make(room_of(object_), kTopK, across_.row.bytes, home.wire_row_bytes(),
+                                        96 + 2 * (across_.row.bytes + kTopK), story_.num_stats());
+    const Splits splits(across_.domains, across_.parcels);
     board_ = zeros<uint64_t>(Board::kWords);
     const uint64_t bytes[4] = {splits.outbox_bytes(), splits.inbox_bytes(rank_), splits.returns_bytes(rank_),
                                splits.return_inbox_bytes()};

@@ -207,17 +207,17 @@ class Kernels {
     ParcelSender from = sender(rank_);
     from.returns_at = splits_.return_inbox(rank_, domain);
     for (uint32_t i = 0; i < shape.stats_bytes; ++i) message[i] = story_.byte(kStatsByte, epoch_, rank_, 0, i);
-    for (uint32_t chunk = 0; chunk < shape.chunks(rows); ++chunk) {
-      uint8_t* start = message + shape.chunk_at(chunk);
-      const ParcelHeader header = make_header(shape, from, rows, chunk);
+    for (uint32_t parcel = 0; parcel < shape.count(rows); ++parcel) {
+      uint8_t* start = message + shape.parcel_at(parcel);
+      const ParcelHeader header = make_header(shape, from, rows, parcel);
       std::memcpy(start, &header, sizeof(header));
-      for (uint32_t row = 0; row < header.chunk_rows; ++row) {
+      for (uint32_t row = 0; row < header.parcel_rows; ++row) {
         const uint32_t token = tokens[header.first_row + row];
         for (uint32_t k = 0; k < shape.top_k; ++k) {
           start[sizeof(header) + row * shape.top_k + k] =
               story_.target(epoch_, rank_, token, k, domain, domains_.size(domain));
         }
-        uint8_t* bytes = start + shape.rows_at(header.chunk_rows) + uint64_t{row} * shape.row_bytes;
+        uint8_t* bytes = start + shape.rows_at(header.parcel_rows) + uint64_t{row} * shape.row_bytes;
         for (uint32_t i = 0; i < shape.row_bytes; ++i) bytes[i] = story_.byte(kRowByte, epoch_, rank_, token, i);
       }
     }
@@ -254,8 +254,8 @@ class Kernels {
     const uint32_t agent = domains_.agent(source, own_domain());
     const uint8_t* message = memories_[agent]->inbox.data() + splits_.inbox(agent, source);
     const std::vector<uint32_t> tokens = tokens_for(source, own_domain());
-    if (flag_value(landed) != shape.chunks(static_cast<uint32_t>(tokens.size()))) {
-      verdict_.say("%u chunks of %u, round %u", flag_value(landed), source, epoch_);
+    if (flag_value(landed) != shape.count(static_cast<uint32_t>(tokens.size()))) {
+      verdict_.say("%u parcels of %u, round %u", flag_value(landed), source, epoch_);
     }
     for (uint32_t i = 0; i < shape.stats_bytes; ++i) {
       if (message[i] != story_.byte(kStatsByte, epoch_, source, 0, i)) {
@@ -263,17 +263,17 @@ class Kernels {
       }
     }
     uint32_t slot = 0;
-    for (uint32_t chunk = 0; chunk < flag_value(landed) && verdict_.wrong.empty(); ++chunk) {
-      const uint8_t* start = message + shape.chunk_at(chunk);
+    for (uint32_t parcel = 0; parcel < flag_value(landed) && verdict_.wrong.empty(); ++parcel) {
+      const uint8_t* start = message + shape.parcel_at(parcel);
       ParcelHeader header;
       std::memcpy(&header, start, sizeof(header));
-      const ParcelMistake mistake = check_header(shape, sender(source), flag_value(landed), chunk, header);
+      const ParcelMistake mistake = check_header(shape, sender(source), flag_value(landed), parcel, header);
       if (mistake != ParcelMistake::kNone || header.rows != tokens.size()) {
         verdict_.say("header of %u at %u, round %u: %u", source, rank_, epoch_, static_cast<uint32_t>(mistake));
         return true;
       }
       const auto take = [&](uint32_t row, uint32_t) {
-        const uint8_t* bytes = start + shape.rows_at(header.chunk_rows) + uint64_t{row} * shape.row_bytes;
+        const uint8_t* bytes = start + shape.rows_at(header.parcel_rows) + uint64_t{row} * shape.row_bytes;
         for (uint32_t i = 0; i < shape.row_bytes; ++i) {
           if (bytes[i] != story_.byte(kRowByte, epoch_, source, tokens[header.first_row + row], i)) {
             verdict_.say("byte %u of row %u of %u at %u, round %u", i, row, source, rank_, epoch_);
@@ -281,7 +281,7 @@ class Kernels {
         }
       };
       const uint32_t place = domains_.place(rank_);
-      const uint32_t most = shape.rows_of_chunk(shape.max_tokens, chunk);
+      const uint32_t most = shape.rows_of_parcel(shape.max_tokens, parcel);
       const bool first_takes = takes_first_row(cpu::Exec(), shape, start + sizeof(header), most, place);
       slot = visit_rows(cpu::Exec(), shape, header, start + sizeof(header), place, slot, first_takes, take);
     }

@@ -82,11 +82,11 @@ bool agents() {
 // The bytes that the writes of a message of so many rows carry: all of it once, and none too much.
 bool writes(const ParcelShape& shape, uint32_t rows, uint64_t most) {
   uint64_t end = 0;
-  for (uint32_t chunk = 0; chunk < shape.chunks(rows); ++chunk) {
-    const uint64_t bytes = shape.write_bytes(rows, chunk);
-    EXPECT(bytes <= most && shape.write_at(chunk) == end, "write %u of %u rows", chunk, rows);
-    end = shape.chunk_at(chunk) + shape.chunk_bytes(shape.rows_of_chunk(rows, chunk));
-    EXPECT(shape.write_at(chunk) + bytes == end && end <= shape.message_bytes(), "write %u of %u rows", chunk, rows);
+  for (uint32_t parcel = 0; parcel < shape.count(rows); ++parcel) {
+    const uint64_t bytes = shape.write_bytes(rows, parcel);
+    EXPECT(bytes <= most && shape.write_at(parcel) == end, "write %u of %u rows", parcel, rows);
+    end = shape.parcel_at(parcel) + shape.parcel_bytes(shape.rows_of_parcel(rows, parcel));
+    EXPECT(shape.write_at(parcel) + bytes == end && end <= shape.message_bytes(), "write %u of %u rows", parcel, rows);
   }
   EXPECT(end >= shape.stats_bytes, "%u rows and no statistics", rows);
   return true;
@@ -99,26 +99,27 @@ bool sizes() {
       const ParcelShape shape = ParcelShape::make(tokens, 8, 7456, 14336, most, num_stats);
       const uint64_t least = (tokens + 63) / 64;
       const bool fits = most >= shape.stats_bytes + 80 + least * 7464 && most >= least * 14336;
-      EXPECT((shape.chunk_rows != 0) == fits, "%u tokens, writes of %lu bytes", tokens, most);
+      EXPECT((shape.parcel_rows != 0) == fits, "%u tokens, writes of %lu bytes", tokens, most);
       if (!fits) continue;
       EXPECT(shape.stats_bytes == (num_stats == 0 ? 0 : 1040), "%u bytes of statistics", shape.stats_bytes);
-      EXPECT(most < (uint64_t{1} << 30) || shape.chunk_rows == std::max<uint64_t>(128, least), "%u", tokens);
+      EXPECT(most < (uint64_t{1} << 30) || shape.parcel_rows == std::max<uint64_t>(128, least), "%u", tokens);
       for (uint32_t rows = 0; rows <= tokens; rows += 1 + rows / 7) {
-        EXPECT(shape.chunks(rows) <= kMaxChunks && shape.return_chunks(rows) <= kMaxChunks, "%u rows", rows);
+        EXPECT(shape.count(rows) <= kMaxParcels && shape.return_parcels(rows) <= kMaxParcels, "%u rows", rows);
         if (!writes(shape, rows, most)) return false;
         uint32_t sum = 0;
-        for (uint32_t chunk = 0; chunk < shape.chunks(rows); ++chunk) {
-          const uint32_t in_chunk = shape.rows_of_chunk(rows, chunk);
-          EXPECT(in_chunk != 0 || (rows == 0 && num_stats != 0), "%u rows, chunk %u", rows, chunk);
-          EXPECT(shape.rows_at(in_chunk) % kParcelAlign == 0 && shape.chunk_at(chunk) % kParcelAlign == 0, "%u", chunk);
-          sum += in_chunk;
+        for (uint32_t parcel = 0; parcel < shape.count(rows); ++parcel) {
+          const uint32_t in_parcel = shape.rows_of_parcel(rows, parcel);
+          EXPECT(in_parcel != 0 || (rows == 0 && num_stats != 0), "%u rows, parcel %u", rows, parcel);
+          EXPECT(shape.rows_at(in_parcel) % kParcelAlign == 0 && shape.parcel_at(parcel) % kParcelAlign == 0, "%u",
+                 parcel);
+          sum += in_parcel;
         }
         EXPECT(sum == rows, "%u rows", rows);
         sum = 0;
-        for (uint32_t chunk = 0; chunk < shape.return_chunks(rows); ++chunk) {
-          const uint32_t in_chunk = shape.rows_of_return_chunk(rows, chunk);
-          EXPECT(uint64_t{in_chunk} * shape.return_row_bytes <= most, "%u rows back", rows);
-          sum += in_chunk;
+        for (uint32_t parcel = 0; parcel < shape.return_parcels(rows); ++parcel) {
+          const uint32_t in_parcel = shape.rows_of_return_parcel(rows, parcel);
+          EXPECT(uint64_t{in_parcel} * shape.return_row_bytes <= most, "%u rows back", rows);
+          sum += in_parcel;
         }
         EXPECT(sum == rows, "%u rows back", rows);
       }
@@ -127,8 +128,8 @@ bool sizes() {
   // Writes that are just large enough, and just too small.
   for (uint64_t most : {uint64_t{64 + 16 + 10 * 40}, uint64_t{64 + 16 + 10 * 40 - 1}}) {
     const uint32_t rows = most % 10 == 0 ? 10 : 9;
-    EXPECT(ParcelShape::make(9 * 64, 8, 32, 16, most).chunk_rows == rows, "writes of %lu bytes", most);
-    EXPECT(ParcelShape::make(10 * 64, 8, 32, 16, most).chunk_rows == (rows == 10 ? 10 : 0), "writes of %lu bytes",
+    EXPECT(ParcelShape::make(9 * 64, 8, 32, 16, most).parcel_rows == rows, "writes of %lu bytes", most);
+    EXPECT(ParcelShape::make(10 * 64, 8, 32, 16, most).parcel_rows == (rows == 10 ? 10 : 0), "writes of %lu bytes",
            most);
   }
   // Headers and indices of DeepSeek-V3's rows stay below one part in a hundred.
@@ -144,9 +145,9 @@ bool immediates() {
   for (uint32_t kind : {0u, 3u, 6u}) {
     for (uint32_t generation : {0u, 1u, 63u}) {
       for (uint32_t workspace : {0u, 5u, 63u}) {
-        for (uint32_t chunk : {0u, 2u, 63u}) {
+        for (uint32_t parcel : {0u, 2u, 63u}) {
           for (uint32_t sender : {0u, 64u, 127u}) {
-            seen.insert(parcel_imm(static_cast<ParcelKind>(kind), generation, workspace, chunk, sender));
+            seen.insert(parcel_imm(static_cast<ParcelKind>(kind), generation, workspace, parcel, sender));
           }
         }
       }
@@ -165,31 +166,31 @@ struct Message {
   Message(const ParcelShape& shape_of_all, uint32_t rows_of_message)
       : shape(shape_of_all), rows(rows_of_message), memory((shape.message_bytes() + 63) / 64) {}
   uint8_t* bytes() { return reinterpret_cast<uint8_t*>(memory.data()); }
-  ParcelHeader& header(uint32_t chunk) { return *reinterpret_cast<ParcelHeader*>(bytes() + shape.chunk_at(chunk)); }
-  uint8_t* index(uint32_t chunk) { return reinterpret_cast<uint8_t*>(&header(chunk) + 1); }
+  ParcelHeader& header(uint32_t parcel) { return *reinterpret_cast<ParcelHeader*>(bytes() + shape.parcel_at(parcel)); }
+  uint8_t* index(uint32_t parcel) { return reinterpret_cast<uint8_t*>(&header(parcel) + 1); }
 };
 
 void fill(Message& message, const ParcelSender& sender, uint32_t places, std::mt19937& random) {
-  for (uint32_t chunk = 0; chunk < message.shape.chunks(message.rows); ++chunk) {
-    message.header(chunk) = make_header(message.shape, sender, message.rows, chunk);
-    for (uint32_t i = 0; i < message.header(chunk).chunk_rows * message.shape.top_k; ++i) {
-      message.index(chunk)[i] = random() % 3 == 0 ? kNoTarget : static_cast<uint8_t>(random() % places);
+  for (uint32_t parcel = 0; parcel < message.shape.count(message.rows); ++parcel) {
+    message.header(parcel) = make_header(message.shape, sender, message.rows, parcel);
+    for (uint32_t i = 0; i < message.header(parcel).parcel_rows * message.shape.top_k; ++i) {
+      message.index(parcel)[i] = random() % 3 == 0 ? kNoTarget : static_cast<uint8_t>(random() % places);
     }
   }
 }
 
 // Copies rows as unpack does: into a split of `max_tokens` rows. False if a header is refused.
-bool unpack(Message& message, const ParcelSender& sender, uint32_t chunks, uint32_t place, std::vector<uint8_t>& split,
-            uint32_t& count) {
+bool unpack(Message& message, const ParcelSender& sender, uint32_t num_parcels, uint32_t place,
+            std::vector<uint8_t>& split, uint32_t& count) {
   const ParcelShape& shape = message.shape;
   count = 0;
-  for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
-    const ParcelHeader header = message.header(chunk);
-    if (check_header(shape, sender, chunks, chunk, header) != ParcelMistake::kNone) return false;
-    const uint8_t* start = message.bytes() + shape.chunk_at(chunk);
-    const uint8_t* rows = start + shape.rows_at(header.chunk_rows);
+  for (uint32_t parcel = 0; parcel < num_parcels; ++parcel) {
+    const ParcelHeader header = message.header(parcel);
+    if (check_header(shape, sender, num_parcels, parcel, header) != ParcelMistake::kNone) return false;
+    const uint8_t* start = message.bytes() + shape.parcel_at(parcel);
+    const uint8_t* rows = start + shape.rows_at(header.parcel_rows);
     const uint8_t* index = start + sizeof(ParcelHeader);
-    const uint32_t most = shape.rows_of_chunk(shape.max_tokens, chunk);
+    const uint32_t most = shape.rows_of_parcel(shape.max_tokens, parcel);
     const bool first_takes = takes_first_row(cpu::Exec(), shape, index, most, place);
     count = visit_rows(cpu::Exec(), shape, header, index, place, count, first_takes, [&](uint32_t row, uint32_t slot) {
       std::memcpy(split.data() + uint64_t{slot} * shape.row_bytes, rows + uint64_t{row} * shape.row_bytes,
@@ -209,20 +210,20 @@ bool counts() {
     const ParcelSender sender{3, i, 4, 4096};
     const uint32_t places = 1 + random() % 8;
     fill(message, sender, places, random);
-    for (uint32_t chunk = 0; chunk < shape.chunks(message.rows); ++chunk) {
-      uint8_t* rows = message.bytes() + shape.chunk_at(chunk) + shape.rows_at(message.header(chunk).chunk_rows);
-      for (uint32_t row = 0; row < message.header(chunk).chunk_rows; ++row) {
-        const uint32_t number = message.header(chunk).first_row + row;
+    for (uint32_t parcel = 0; parcel < shape.count(message.rows); ++parcel) {
+      uint8_t* rows = message.bytes() + shape.parcel_at(parcel) + shape.rows_at(message.header(parcel).parcel_rows);
+      for (uint32_t row = 0; row < message.header(parcel).parcel_rows; ++row) {
+        const uint32_t number = message.header(parcel).first_row + row;
         std::memcpy(rows + row * shape.row_bytes, &number, 4);
       }
     }
     for (uint32_t place = 0; place < places; ++place) {
       std::vector<uint8_t> split(tokens * shape.row_bytes);
       uint32_t count = 0;
-      EXPECT(unpack(message, sender, shape.chunks(message.rows), place, split, count), "a good message is refused");
+      EXPECT(unpack(message, sender, shape.count(message.rows), place, split, count), "a good message is refused");
       uint32_t want = 0;
       for (uint32_t number = 0; number < message.rows; ++number) {
-        const uint8_t* entries = message.index(number / shape.chunk_rows) + number % shape.chunk_rows * top_k;
+        const uint8_t* entries = message.index(number / shape.parcel_rows) + number % shape.parcel_rows * top_k;
         if (std::find(entries, entries + top_k, place) == entries + top_k) continue;
         uint32_t got = 0;
         std::memcpy(&got, split.data() + want++ * shape.row_bytes, 4);
@@ -238,21 +239,21 @@ bool counts() {
 bool forged_headers() {
   const ParcelShape shape = ParcelShape::make(200, 4, 16, 16, uint64_t{1} << 30);
   const ParcelSender sender{1, 9, 2, 0};
-  const auto check = [&](uint32_t rows, uint32_t chunks, uint32_t chunk) {
-    return check_header(shape, sender, chunks, chunk, make_header(shape, sender, rows, chunk));
+  const auto check = [&](uint32_t rows, uint32_t num_parcels, uint32_t parcel) {
+    return check_header(shape, sender, num_parcels, parcel, make_header(shape, sender, rows, parcel));
   };
   EXPECT(check(200, 2, 1) == ParcelMistake::kNone && check(128, 1, 0) == ParcelMistake::kNone, "good");
   EXPECT(check(201, 2, 1) == ParcelMistake::kRows, "more rows than the split has");
   EXPECT(check(0, 0, 0) == ParcelMistake::kRows && check(0, 1, 0) == ParcelMistake::kRows, "no rows");
-  EXPECT(check(200, 1, 0) == ParcelMistake::kChunks, "more chunks than landed");
-  EXPECT(check(100, 2, 0) == ParcelMistake::kChunks, "fewer chunks than landed");
+  EXPECT(check(200, 1, 0) == ParcelMistake::kParcels, "more parcels than landed");
+  EXPECT(check(100, 2, 0) == ParcelMistake::kParcels, "fewer parcels than landed");
   ParcelHeader header = make_header(shape, sender, 200, 0);
   header.rows = header.return_rows = 190;
-  EXPECT(check_header(shape, sender, 2, 1, header) == ParcelMistake::kChunks, "a chunk in another's place");
+  EXPECT(check_header(shape, sender, 2, 1, header) == ParcelMistake::kParcels, "a parcel in another's place");
   const ParcelShape with_stats = ParcelShape::make(200, 4, 16, 16, uint64_t{1} << 30, 5);
   const ParcelHeader told = make_header(with_stats, sender, 0, 0);
   EXPECT(check_header(with_stats, sender, 1, 0, told) == ParcelMistake::kNone, "statistics alone");
-  EXPECT(check_header(with_stats, sender, 2, 0, told) == ParcelMistake::kChunks, "more chunks than no rows have");
+  EXPECT(check_header(with_stats, sender, 2, 0, told) == ParcelMistake::kParcels, "more parcels than no rows have");
   return true;
 }
 
@@ -264,14 +265,14 @@ bool bad_messages() {
     const ParcelShape shape = ParcelShape::make(1 + i % 300, 4, 16, 16, uint64_t{1} << 30);
     Message message(shape, 1 + random() % shape.max_tokens);
     const ParcelSender sender{1, 9, 2, 0};
-    const uint32_t chunks = shape.chunks(message.rows);
+    const uint32_t num_parcels = shape.count(message.rows);
     fill(message, sender, 4, random);
-    for (uint32_t k = 0; i % 5 == 0 && k < message.header(0).chunk_rows * shape.top_k; ++k) {
+    for (uint32_t k = 0; i % 5 == 0 && k < message.header(0).parcel_rows * shape.top_k; ++k) {
       message.index(0)[k] = static_cast<uint8_t>(random());
     }
     const uint32_t word = random() % 16;
-    const uint32_t chunk = random() % chunks;
-    uint8_t* header = reinterpret_cast<uint8_t*>(&message.header(chunk));
+    const uint32_t parcel = random() % num_parcels;
+    uint8_t* header = reinterpret_cast<uint8_t*>(&message.header(parcel));
     uint32_t wrong = random() >> (random() % 32);
     uint32_t right = 0;
     std::memcpy(&right, header + 4 * word, 4);
@@ -279,7 +280,8 @@ bool bad_messages() {
     if (i % 3 == 0) wrong = right;
     std::vector<uint8_t> split(uint64_t{shape.max_tokens} * shape.row_bytes);
     uint32_t count = 0;
-    const bool taken = unpack(message, sender, i % 7 == 0 ? 1 + random() % chunks : chunks, i % 4, split, count);
+    const bool taken =
+        unpack(message, sender, i % 7 == 0 ? 1 + random() % num_parcels : num_parcels, i % 4, split, count);
     // The last word is the digest of a table: any value is a right one.
     EXPECT(wrong == right || word == 15 || i % 7 == 0 || !taken, "word %u of the header is %u, not %u", word, wrong,
            right);

@@ -44,7 +44,7 @@ def test_every_byte_is_in_its_place(parts: list[Path], tmp_path: Path) -> None:
 
 
 MISTAKES = {
-    "statistics that stay behind": ("shape.write_at(sending.next)", "shape.chunk_at(sending.next)"),
+    "statistics that stay behind": ("shape.write_at(sending.next)", "shape.parcel_at(sending.next)"),
     "X0 without the transport's word": (
         " || !sending->lane.idle()) return false;\n  }\n  ++sent_",
         ") return false;\n  }\n  ++sent_",
@@ -55,15 +55,15 @@ MISTAKES = {
     ),
     "X3 before the end of the round before": ("if (sending.ended == sending.dispatched) return begin", "return begin"),
     "X3 into another split": ("write.dst_offset = sending.to + at;", "write.dst_offset = sending.to + at + 16;"),
-    "X3 from the first chunk": ("const uint64_t at = shape.write_at(sending.next);", "const uint64_t at = 0;"),
+    "X3 from the first parcel": ("const uint64_t at = shape.write_at(sending.next);", "const uint64_t at = 0;"),
     "X3 to another agent": (
         "sending.lane.peer = domains.agent(config_.rank, domain);",
         "sending.lane.peer = domains.member(domain, domains.size(domain) - 1);",
     ),
-    "X4 before all chunks": ("      if (!serving.chunk[chunk].grown()) return false;\n", ""),
+    "X4 before all parcels": ("      if (!serving.parcel[parcel].grown()) return false;\n", ""),
     "X4 before the return of the round before is over": (
-        "  if (!serving.lane.idle()) return false;\n  if (chunks",
-        "  if (chunks",
+        "  if (!serving.lane.idle()) return false;\n  if (num_parcels",
+        "  if (num_parcels",
     ),
     "X4 in its own board alone": (
         "const Board board(config_.board[domains.member(domain, place)]);\n    store_release(board.landed",
@@ -74,20 +74,20 @@ MISTAKES = {
         "    if (flag != own",
     ),
     "X7 of any round": ("    if (flag_epoch(doorbell) != serving.landed) return false;\n", ""),
-    "X8 from the first chunk": (
+    "X8 from the first parcel": (
         "const uint64_t at = uint64_t{serving.next} * shape",
         "const uint64_t at = uint64_t{0} * shape",
     ),
     "X8 into another split": ("write.dst_offset = serving.to + at;", "write.dst_offset = serving.to + at + 16;"),
-    "X9 before all chunks": ("chunk = chunks; chunk-- > 0;) {", "chunk = 1; chunk-- > 0;) {"),
+    "X9 before all parcels": ("parcel = num_parcels; parcel-- > 0;) {", "parcel = 1; parcel-- > 0;) {"),
     "X9 without a release": ("const bool released = sending.released.grown();", "const bool released = false;"),
     "X10 never": ("serving.told = true;\n", "serving.told = true;\n  return true;\n"),
-    "a message counted twice": ("    serving.last[chunks - 1].take();\n", ""),
+    "a message counted twice": ("    serving.last[num_parcels - 1].take();\n", ""),
     "a full network": ("if (status == PUTGET_TRANSPORT_FULL) return Post::kLater;", ""),
     "a failed write": ("if (lane.failed()) stop(", "if (false) stop("),
     "another generation": (
-        "parcel_imm(kind, config_.generation, config_.workspace, chunk, sender)",
-        "parcel_imm(kind, 0, config_.workspace, chunk, sender)",
+        "parcel_imm(kind, config_.generation, config_.workspace, parcel, sender)",
+        "parcel_imm(kind, 0, config_.workspace, parcel, sender)",
     ),
 }
 

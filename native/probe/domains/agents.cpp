@@ -24,7 +24,7 @@ class Agents {
       : args_(args), routes_(routes), network_(network_model(args), args.ep_size), domains_(make_domains(args)) {
     shape_ = ParcelShape::make(args.num_tokens, args.top_k, args.row_bytes, args.back_row_bytes,
                                network_.table(0)->most_bytes);
-    if (args.chunk_rows != 0) shape_.chunk_rows = args.chunk_rows;
+    if (args.chunk_rows != 0) shape_.parcel_rows = args.chunk_rows;
     for (uint32_t rank = 0; rank < args.ep_size; ++rank) {
       boards_.emplace_back(Board::kWords);
       const putget_transport& table = *network_.table(rank);

@@ -25,7 +25,7 @@ void check(const putget_probe_nodes_args* args) {
   require_range("row_bytes", args->row_bytes, 1, kMaxRowBytes);
   require_range("back_row_bytes", args->back_row_bytes, 1, kMaxRowBytes);
   require_range("private_tokens", args->private_tokens, 0, kMaxTokens);
-  const uint32_t least = (args->num_tokens + kMaxChunks - 1) / kMaxChunks;
+  const uint32_t least = (args->num_tokens + kMaxParcels - 1) / kMaxParcels;
   if (args->chunk_rows != 0) require_range("chunk_rows", args->chunk_rows, least, kMaxTokens);
   require(args->ep_size % args->domain_size == 0 && args->num_experts % args->ep_size == 0,
           "ep_size is " + std::to_string(args->ep_size) + ", expected a multiple of domain_size " +

@@ -50,7 +50,7 @@ class Board {
   PUTGET_PURE uint64_t* sent() const { return words_ + kSent; }
   // The message for a domain is in the outbox: (n, doorbell_value). By the rank's kernels.
   PUTGET_PURE uint64_t* out(uint32_t domain) const { return words_ + kOut + domain; }
-  // A source's message is in its agent's inbox: (n, chunks). By the agent's proxy.
+  // A source's message is in its agent's inbox: (n, parcels). By the agent's proxy.
   PUTGET_PURE uint64_t* landed(uint32_t source) const { return words_ + kLanded + source; }
   // A rank of the domain has ended the round: (n, kEndedByCombine or kEndedByRelease). By that rank's kernels.
   PUTGET_PURE uint64_t* closed(uint32_t rank) const { return words_ + kClosed + rank; }

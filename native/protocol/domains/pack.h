@@ -170,8 +170,8 @@ PUTGET_TEXT void pack_piece(Exec& exec, const Plan& plan, const DomainsPlan& acr
 template <class Id, class Exec>
 PUTGET_TEXT void pack_rows(Exec& exec, const Plan& plan, const DomainsPlan& across, const DispatchCall& call,
                            TokenPart mine, const DomainsScratch& scratch) {
-  const ParcelShape& parcel = across.parcel;
-  const Splits splits(across.domains, parcel);
+  const ParcelShape& parcels = across.parcels;
+  const Splits splits(across.domains, parcels);
   const uint32_t num_domains = across.domains.count();
   const uint32_t pieces = pieces_of(plan.shape);
   const uint32_t items = (mine.end - mine.first) * num_domains * pieces;
@@ -182,12 +182,12 @@ PUTGET_TEXT void pack_rows(Exec& exec, const Plan& plan, const DomainsPlan& acro
     if (row < 0) continue;
     const uint32_t token = entry / num_domains;
     const uint32_t domain = entry - token * num_domains;
-    const uint32_t chunk = static_cast<uint32_t>(row) / parcel.chunk_rows;
-    const uint32_t at = static_cast<uint32_t>(row) - chunk * parcel.chunk_rows;  // in the chunk
-    uint8_t* start = across.outbox + splits.outbox(plan.shape.ep_rank, domain) + parcel.chunk_at(chunk);
-    const uint64_t rows_at = parcel.rows_at(parcel.rows_of_chunk(scratch.domain[domain].before, chunk));
+    const uint32_t parcel = static_cast<uint32_t>(row) / parcels.parcel_rows;
+    const uint32_t at = static_cast<uint32_t>(row) - parcel * parcels.parcel_rows;  // in the parcel
+    uint8_t* start = across.outbox + splits.outbox(plan.shape.ep_rank, domain) + parcels.parcel_at(parcel);
+    const uint64_t rows_at = parcels.rows_at(parcels.rows_of_parcel(scratch.domain[domain].before, parcel));
     pack_piece<Id>(exec, plan, across, call, token, domain, start + sizeof(ParcelHeader) + at * plan.shape.top_k,
-                   start + rows_at + uint64_t{at} * parcel.row_bytes, item % pieces);
+                   start + rows_at + uint64_t{at} * parcels.row_bytes, item % pieces);
   }
 }
 
@@ -195,8 +195,8 @@ PUTGET_TEXT void pack_rows(Exec& exec, const Plan& plan, const DomainsPlan& acro
 template <class Exec>
 PUTGET_TEXT void pack_headers(Exec& exec, const Plan& plan, const DomainsPlan& across, const int32_t* stats,
                               uint32_t epoch, const DomainsScratch& scratch) {
-  const ParcelShape& parcel = across.parcel;
-  const Splits splits(across.domains, parcel);
+  const ParcelShape& parcels = across.parcels;
+  const Splits splits(across.domains, parcels);
   const uint32_t own = across.domains.domain_of(plan.shape.ep_rank);
   PUTGET_ROLLED
   for (uint32_t domain = exec.warp(); domain < across.domains.count(); domain += exec.warps()) {
@@ -209,9 +209,9 @@ PUTGET_TEXT void pack_headers(Exec& exec, const Plan& plan, const DomainsPlan& a
       reinterpret_cast<int32_t*>(message)[i] = stats != nullptr ? stats[i] : 0;  // [X1]
     }
     PUTGET_ROLLED
-    for (uint32_t chunk = exec.lane(); chunk < parcel.chunks(rows); chunk += exec.lanes()) {
-      auto* header = reinterpret_cast<ParcelHeader*>(message + parcel.chunk_at(chunk));
-      ParcelHeader made = make_header(parcel, sender, rows, chunk);
+    for (uint32_t parcel = exec.lane(); parcel < parcels.count(rows); parcel += exec.lanes()) {
+      auto* header = reinterpret_cast<ParcelHeader*>(message + parcels.parcel_at(parcel));
+      ParcelHeader made = make_header(parcels, sender, rows, parcel);
       made.table = *across.sent_table;
       *header = made;  // [X1]
     }

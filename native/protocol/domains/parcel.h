@@ -1,9 +1,10 @@
 // Messages from a rank to its agent in another domain, and the returns: where each byte lies.
 //
-// A message is up to 64 chunks, each with a header, an index and rows in token order. The index says for each row which
-// ranks of the domain take it. A rank finds its slots by counting: the slot of a row is the number of earlier rows of
-// the message that the rank takes. A return is one row for each row of the message, in that order, and has no header.
-// Statistics stand in front of the first chunk, which then is there without rows too; else such a message has no bytes.
+// A message is up to 64 parcels, each with a header, an index and rows in token order. The index says for each row
+// which ranks of the domain take it. A rank finds its slots by counting: the slot of a row is the number of earlier
+// rows of the message that the rank takes. A return is one row for each row of the message, in that order, and has no
+// header. Statistics stand in front of the first parcel, which then is there without rows too; else such a message has
+// no bytes.
 //
 // A message is bytes from another host: whoever reads one checks it first (check_header), and then stays in the split
 // of its source whatever the index says.
@@ -14,22 +15,22 @@
 namespace putget {
 
 constexpr uint32_t kParcelMagic = 0x70757070;  // "pupp"
-constexpr uint32_t kMaxChunks = 64;
-constexpr uint32_t kMinChunkRows = 128;
+constexpr uint32_t kMaxParcels = 64;
+constexpr uint32_t kMinParcelRows = 128;
 constexpr uint32_t kParcelAlign = 16;
 constexpr uint8_t kNoTarget = 255;  // of an index entry: no expert there, or a rank that an earlier entry names
 
-// In front of each chunk.
+// In front of each parcel.
 struct alignas(16) ParcelHeader {
   uint32_t magic;
   uint32_t generation;
   uint32_t epoch;
   uint32_t source;
-  uint32_t chunk;
-  uint32_t chunks;
-  uint32_t rows;        // of the message
-  uint32_t first_row;   // of the chunk
-  uint32_t chunk_rows;  // of the chunk
+  uint32_t parcel;
+  uint32_t num_parcels;
+  uint32_t rows;         // of the message
+  uint32_t first_row;    // of the parcel
+  uint32_t parcel_rows;  // of the parcel
   uint32_t top_k;
   uint64_t shape_hash;
   uint64_t returns_at;   // bytes from the start of the source's return inbox
@@ -44,11 +45,11 @@ struct ParcelShape {
   uint32_t top_k;
   uint32_t row_bytes;         // ids, weights and payloads of a token
   uint32_t return_row_bytes;  // of a row that comes back
-  uint32_t chunk_rows;        // of every chunk but the last
-  uint32_t return_chunk_rows;
-  uint32_t stats_bytes;  // in front of the first chunk
+  uint32_t parcel_rows;       // of every parcel but the last
+  uint32_t return_parcel_rows;
+  uint32_t stats_bytes;  // in front of the first parcel
 
-  // For writes of at most `most_bytes`. chunk_rows is 0 if a message would have more than 64 chunks.
+  // For writes of at most `most_bytes`. parcel_rows is 0 if a message would have more than 64 parcels.
   PUTGET_PURE static ParcelShape make(uint32_t max_tokens, uint32_t top_k, uint32_t row_bytes,
                                       uint32_t return_row_bytes, uint64_t most_bytes, uint32_t num_stats = 0) {
     ParcelShape shape{};
@@ -57,60 +58,60 @@ struct ParcelShape {
     shape.top_k = top_k;
     shape.row_bytes = round_up(row_bytes, kParcelAlign);
     shape.return_row_bytes = round_up(return_row_bytes, kParcelAlign);
-    const uint32_t least = (max_tokens + kMaxChunks - 1) / kMaxChunks;
-    uint64_t rows = least > kMinChunkRows ? least : kMinChunkRows;
+    const uint32_t least = (max_tokens + kMaxParcels - 1) / kMaxParcels;
+    uint64_t rows = least > kMinParcelRows ? least : kMinParcelRows;
     const uint64_t around = shape.stats_bytes + sizeof(ParcelHeader) + kParcelAlign;  // and what aligns the rows
     const uint64_t fits = most_bytes < around ? 0 : (most_bytes - around) / (shape.row_bytes + uint64_t{top_k});
     if (fits < rows) rows = fits;
-    shape.chunk_rows = rows < least ? 0 : static_cast<uint32_t>(rows);
+    shape.parcel_rows = rows < least ? 0 : static_cast<uint32_t>(rows);
     uint64_t back = shape.return_row_bytes == 0 ? max_tokens : most_bytes / shape.return_row_bytes;
     if (back > max_tokens) back = max_tokens;
-    if (back < least) shape.chunk_rows = 0;
-    shape.return_chunk_rows = static_cast<uint32_t>(back);
+    if (back < least) shape.parcel_rows = 0;
+    shape.return_parcel_rows = static_cast<uint32_t>(back);
     return shape;
   }
 
   // 0 for no rows and no statistics: such a message has no bytes.
-  PUTGET_PURE uint32_t chunks(uint32_t rows) const {
+  PUTGET_PURE uint32_t count(uint32_t rows) const {
     if (rows == 0 && stats_bytes != 0) return 1;
-    return (rows + chunk_rows - 1) / chunk_rows;
+    return (rows + parcel_rows - 1) / parcel_rows;
   }
-  PUTGET_PURE uint32_t rows_of_chunk(uint32_t rows, uint32_t chunk) const {
-    const uint32_t first = chunk * chunk_rows;
-    return rows - first < chunk_rows ? rows - first : chunk_rows;
+  PUTGET_PURE uint32_t rows_of_parcel(uint32_t rows, uint32_t parcel) const {
+    const uint32_t first = parcel * parcel_rows;
+    return rows - first < parcel_rows ? rows - first : parcel_rows;
   }
-  // From a chunk's start.
-  PUTGET_PURE uint64_t rows_at(uint32_t rows_in_chunk) const {
-    return round_up(static_cast<uint32_t>(sizeof(ParcelHeader)) + rows_in_chunk * top_k, kParcelAlign);
+  // From a parcel's start.
+  PUTGET_PURE uint64_t rows_at(uint32_t rows_in_parcel) const {
+    return round_up(static_cast<uint32_t>(sizeof(ParcelHeader)) + rows_in_parcel * top_k, kParcelAlign);
   }
-  PUTGET_PURE uint64_t chunk_bytes(uint32_t rows_in_chunk) const {
-    return rows_at(rows_in_chunk) + uint64_t{rows_in_chunk} * row_bytes;
+  PUTGET_PURE uint64_t parcel_bytes(uint32_t rows_in_parcel) const {
+    return rows_at(rows_in_parcel) + uint64_t{rows_in_parcel} * row_bytes;
   }
-  // From the message's start: chunks before it are whole.
-  PUTGET_PURE uint64_t chunk_at(uint32_t chunk) const { return stats_bytes + chunk * chunk_bytes(chunk_rows); }
-  // The bytes of one write: a chunk, the first one with the statistics.
-  PUTGET_PURE uint64_t write_at(uint32_t chunk) const { return chunk == 0 ? 0 : chunk_at(chunk); }
-  PUTGET_PURE uint64_t write_bytes(uint32_t rows, uint32_t chunk) const {
-    return chunk_at(chunk) - write_at(chunk) + chunk_bytes(rows_of_chunk(rows, chunk));
+  // From the message's start: parcels before it are whole.
+  PUTGET_PURE uint64_t parcel_at(uint32_t parcel) const { return stats_bytes + parcel * parcel_bytes(parcel_rows); }
+  // The bytes of one write: a parcel, the first one with the statistics.
+  PUTGET_PURE uint64_t write_at(uint32_t parcel) const { return parcel == 0 ? 0 : parcel_at(parcel); }
+  PUTGET_PURE uint64_t write_bytes(uint32_t rows, uint32_t parcel) const {
+    return parcel_at(parcel) - write_at(parcel) + parcel_bytes(rows_of_parcel(rows, parcel));
   }
   PUTGET_PURE uint64_t message_bytes() const {
-    const uint32_t last = max_tokens == 0 ? 0 : chunks(max_tokens) - 1;
-    return max_tokens == 0 ? 0 : chunk_at(last) + chunk_bytes(rows_of_chunk(max_tokens, last));
+    const uint32_t last = max_tokens == 0 ? 0 : count(max_tokens) - 1;
+    return max_tokens == 0 ? 0 : parcel_at(last) + parcel_bytes(rows_of_parcel(max_tokens, last));
   }
   // At least one: a return without rows is an immediate alone.
-  PUTGET_PURE uint32_t return_chunks(uint32_t rows) const {
-    return rows == 0 ? 1 : (rows + return_chunk_rows - 1) / return_chunk_rows;
+  PUTGET_PURE uint32_t return_parcels(uint32_t rows) const {
+    return rows == 0 ? 1 : (rows + return_parcel_rows - 1) / return_parcel_rows;
   }
-  PUTGET_PURE uint32_t rows_of_return_chunk(uint32_t rows, uint32_t chunk) const {
-    const uint32_t first = chunk * return_chunk_rows;
-    return rows - first < return_chunk_rows ? rows - first : return_chunk_rows;
+  PUTGET_PURE uint32_t rows_of_return_parcel(uint32_t rows, uint32_t parcel) const {
+    const uint32_t first = parcel * return_parcel_rows;
+    return rows - first < return_parcel_rows ? rows - first : return_parcel_rows;
   }
   PUTGET_PURE uint64_t return_bytes() const { return uint64_t{max_tokens} * return_row_bytes; }
   // Two ranks that differ here would read each other's bytes at wrong places.
   PUTGET_PURE uint64_t hash() const {
     constexpr uint32_t kWords = 7;
-    const uint32_t word[kWords] = {max_tokens,        top_k,      row_bytes, return_row_bytes, chunk_rows,
-                                   return_chunk_rows, stats_bytes};
+    const uint32_t word[kWords] = {max_tokens,         top_k,      row_bytes, return_row_bytes, parcel_rows,
+                                   return_parcel_rows, stats_bytes};
     uint64_t value = 0xcbf29ce484222325u;
     for (uint32_t i = 0; i < kWords; ++i) {
       for (uint32_t byte = 0; byte < 4; ++byte) value = (value ^ ((word[i] >> (8 * byte)) & 255)) * 0x100000001b3u;
@@ -119,22 +120,22 @@ struct ParcelShape {
   }
 };
 
-// An immediate, from its upper bits: kind 3 bits, generation 6, workspace 6, chunk 6, sender 7. One network uses
+// An immediate, from its upper bits: kind 3 bits, generation 6, workspace 6, parcel 6, sender 7. One network uses
 // kParcelImms of them, from 0 on.
 enum class ParcelKind : uint32_t {
-  kChunk = 0,        // of a message, not its last one
-  kLastChunk = 1,    // its number says how many there are
+  kParcel = 0,       // of a message, not its last one
+  kLastParcel = 1,   // its number says how many there are
   kEmpty = 2,        // a message without bytes
-  kReturn = 3,       // a chunk of a return
+  kReturn = 3,       // a parcel of a return
   kReleased = 4,     // the round ended without a return
   kWaiting = 5,      // the agent waits for this rank, 0 to 63
   kWaitingHigh = 6,  // the same, ranks 64 to 127
   kAsking = 7,       // nothing: whether it arrives is the answer
 };
 constexpr uint32_t kParcelImms = 1u << 28;
-PUTGET_PURE uint32_t parcel_imm(ParcelKind kind, uint32_t generation, uint32_t workspace, uint32_t chunk,
+PUTGET_PURE uint32_t parcel_imm(ParcelKind kind, uint32_t generation, uint32_t workspace, uint32_t parcel,
                                 uint32_t sender) {
-  return static_cast<uint32_t>(kind) << 25 | (generation & 63) << 19 | (workspace & 63) << 13 | (chunk & 63) << 7 |
+  return static_cast<uint32_t>(kind) << 25 | (generation & 63) << 19 | (workspace & 63) << 13 | (parcel & 63) << 7 |
          (sender & (kMaxRanks - 1));
 }
 
@@ -147,16 +148,16 @@ struct ParcelSender {
 };
 
 PUTGET_PURE ParcelHeader make_header(const ParcelShape& shape, const ParcelSender& sender, uint32_t rows,
-                                     uint32_t chunk) {
+                                     uint32_t parcel) {
   return {kParcelMagic,
           sender.generation,
           sender.epoch,
           sender.source,
-          chunk,
-          shape.chunks(rows),
+          parcel,
+          shape.count(rows),
           rows,
-          chunk * shape.chunk_rows,
-          shape.rows_of_chunk(rows, chunk),
+          parcel * shape.parcel_rows,
+          shape.rows_of_parcel(rows, parcel),
           shape.top_k,
           shape.hash(),
           sender.returns_at,
@@ -164,12 +165,12 @@ PUTGET_PURE ParcelHeader make_header(const ParcelShape& shape, const ParcelSende
           0};
 }
 
-enum class ParcelMistake : uint32_t { kNone, kMagic, kShape, kGeneration, kEpoch, kSource, kRows, kChunks, kReturns };
+enum class ParcelMistake : uint32_t { kNone, kMagic, kShape, kGeneration, kEpoch, kSource, kRows, kParcels, kReturns };
 
-// Whether a chunk says what a chunk of this number, of a message of `chunks`, has to say. Only then its index and rows
-// lie inside of the split.
-PUTGET_PURE ParcelMistake check_header(const ParcelShape& shape, const ParcelSender& sender, uint32_t chunks,
-                                       uint32_t chunk, const ParcelHeader& header) {
+// Whether a parcel says what a parcel of this number, of a message of `num_parcels`, has to say. Only then its index and
+// rows lie inside of the split.
+PUTGET_PURE ParcelMistake check_header(const ParcelShape& shape, const ParcelSender& sender, uint32_t num_parcels,
+                                       uint32_t parcel, const ParcelHeader& header) {
   if (header.magic != kParcelMagic) return ParcelMistake::kMagic;
   if (header.shape_hash != shape.hash() || header.top_k != shape.top_k) return ParcelMistake::kShape;
   if (header.generation != sender.generation) return ParcelMistake::kGeneration;
@@ -177,11 +178,13 @@ PUTGET_PURE ParcelMistake check_header(const ParcelShape& shape, const ParcelSen
   if (header.source != sender.source) return ParcelMistake::kSource;
   const bool is_nothing = header.rows == 0 && shape.stats_bytes == 0;
   if (is_nothing || header.rows > shape.max_tokens) return ParcelMistake::kRows;
-  if (header.chunks != chunks || header.chunk != chunk || shape.chunks(header.rows) != chunks || chunk >= chunks) {
-    return ParcelMistake::kChunks;
+  if (header.num_parcels != num_parcels || header.parcel != parcel || shape.count(header.rows) != num_parcels ||
+      parcel >= num_parcels) {
+    return ParcelMistake::kParcels;
   }
-  if (header.first_row != chunk * shape.chunk_rows || header.chunk_rows != shape.rows_of_chunk(header.rows, chunk)) {
-    return ParcelMistake::kChunks;
+  if (header.first_row != parcel * shape.parcel_rows ||
+      header.parcel_rows != shape.rows_of_parcel(header.rows, parcel)) {
+    return ParcelMistake::kParcels;
   }
   if (header.returns_at != sender.returns_at || header.return_rows != header.rows) return ParcelMistake::kReturns;
   return ParcelMistake::kNone;
@@ -195,7 +198,7 @@ PUTGET_PURE bool takes_row(const uint8_t* entries, uint32_t top_k, uint32_t plac
 }
 
 // Reads the index of a lane's first row before the header has come, so that both loads are in flight together. The
-// result counts only if the message has the row; `most` rows have room in the chunk.
+// result counts only if the message has the row; `most` rows have room in the parcel.
 template <class Exec>
 PUTGET_TEXT bool takes_first_row(const Exec& exec, const ParcelShape& shape, const uint8_t* index, uint32_t most,
                                  uint32_t place) {
@@ -203,20 +206,20 @@ PUTGET_TEXT bool takes_first_row(const Exec& exec, const ParcelShape& shape, con
   return row < most && takes_row(index + uint64_t{row} * shape.top_k, shape.top_k, place);  // [X5]
 }
 
-// Calls take(row of the chunk, slot) for each row that the rank of this place takes, and returns the slots used so far:
-// 0 in the message's first chunk, then what the chunk before gave. The header is a copy that was checked, since a late
-// write may change the message; then slots are below max_tokens. `index` stands behind the header in the message. A
-// warp calls it: its lanes look at rows of the index, and each row is taken by all of them. `first_takes` is what
-// takes_first_row has said to the lane.
+// Calls take(row of the parcel, slot) for each row that the rank of this place takes, and returns the slots used so
+// far: 0 in the message's first parcel, then what the parcel before gave. The header is a copy that was checked, since
+// a late write may change the message; then slots are below max_tokens. `index` stands behind the header in the
+// message. A warp calls it: its lanes look at rows of the index, and each row is taken by all of them. `first_takes` is
+// what takes_first_row has said to the lane.
 template <class Exec, class Take>
 PUTGET_TEXT uint32_t visit_rows(const Exec& exec, const ParcelShape& shape, const ParcelHeader& header,
                                 const uint8_t* index, uint32_t place, uint32_t first_slot, bool first_takes,
                                 Take take) {
   uint32_t slot = first_slot;
   PUTGET_ROLLED
-  for (uint32_t first = 0; first < header.chunk_rows; first += exec.lanes()) {
+  for (uint32_t first = 0; first < header.parcel_rows; first += exec.lanes()) {
     const uint32_t row = first + exec.lane();
-    const bool is_row = row < header.chunk_rows;
+    const bool is_row = row < header.parcel_rows;
     const uint8_t* entries = index + uint64_t{row} * shape.top_k;
     const bool takes = first == 0 ? first_takes : is_row && takes_row(entries, shape.top_k, place);  // [X5]
     uint32_t votes = exec.votes(is_row && takes);

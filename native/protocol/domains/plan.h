@@ -41,7 +41,7 @@ struct DomainsPlan {
   PUTGET_PURE explicit DomainsPlan(const Domains& ranks) : domains(ranks) {}
 
   Domains domains;
-  ParcelShape parcel{};
+  ParcelShape parcels{};
   ParcelRow row{};
   WireType wire = WireType::kSame;  // how sums travel home
   uint32_t generation = 0;
@@ -81,7 +81,7 @@ struct DomainsPlan {
 
   // Where messages of other domains lie; `inbox` of each rank of the own domain.
   void look_up_messages(const Shape& shape, uint8_t* const* inbox) {
-    const Splits splits(domains, parcel);
+    const Splits splits(domains, parcels);
     for (uint32_t source = 0; source < shape.ep_size; ++source) {
       message[source] = nullptr;
       split_of[source] = kNoSplit;
@@ -113,7 +113,7 @@ struct DomainsPlan {
     return domains.domain_of(rank) == domains.domain_of(plan.shape.ep_rank);
   }
   PUTGET_PURE ParcelSender sender(uint32_t epoch, uint32_t source, uint32_t domain) const {
-    return {generation, epoch, source, Splits(domains, parcel).return_inbox(source, domain)};
+    return {generation, epoch, source, Splits(domains, parcels).return_inbox(source, domain)};
   }
 };
 

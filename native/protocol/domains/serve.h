@@ -27,7 +27,8 @@ PUTGET_TEXT void quantise_sums(Exec& exec, const Plan& plan, const DomainsPlan& 
     const uint32_t begin = (item - row * segments) * in_segment;
     const uint32_t end = begin + in_segment < elements ? begin + in_segment : elements;
     const uint8_t* sum = call.out + uint64_t{row} * plan.shape.output_row_bytes();
-    quantise_by<Codec, true>(exec, plan, sum, to + uint64_t{row} * across.parcel.return_row_bytes, begin, end);  // [X7]
+    quantise_by<Codec, true>(exec, plan, sum, to + uint64_t{row} * across.parcels.return_row_bytes, begin,
+                             end);  // [X7]
   }
 }
 
@@ -36,7 +37,7 @@ template <class Codec, class Wire, class TopK, bool kQuantised, class Exec>
 PUTGET_TEXT void sum_served(Exec& exec, const Plan& plan, const DomainsPlan& across, uint32_t source, uint32_t rows,
                             DomainsScratch& scratch) {
   constexpr uint32_t kSegment = 4 * Exec::kLanes * static_cast<uint32_t>(sizeof(typename Exec::Access16));
-  const ParcelShape& parcel = across.parcel;
+  const ParcelShape& parcels = across.parcels;
   Plan& served = scratch.served;
   if (exec.thread() == 0) {
     served.shape.ep_rank = source;
@@ -47,9 +48,9 @@ PUTGET_TEXT void sum_served(Exec& exec, const Plan& plan, const DomainsPlan& acr
   CombineCall call{};
   const uint32_t whole = round_up(plan.shape.output_row_bytes(), 16);
   call.segment_bytes = Exec::kLanes == 1 || whole < kSegment ? whole : kSegment;
-  uint8_t* home = across.returns + across.split_of[source] * Splits(across.domains, parcel).return_bytes();
+  uint8_t* home = across.returns + across.split_of[source] * Splits(across.domains, parcels).return_bytes();
   call.out = kQuantised ? across.served_sums_of(plan, source) : home;
-  if (kQuantised || parcel.return_row_bytes == plan.shape.output_row_bytes()) {
+  if (kQuantised || parcels.return_row_bytes == plan.shape.output_row_bytes()) {
     call.num_tokens = rows;
     typename ReductionOf<Exec, Codec, Wire, TopK>::Type reduction(exec, served, call);
     reduction.look_up(exec, served, call);
@@ -67,7 +68,7 @@ PUTGET_TEXT void sum_served(Exec& exec, const Plan& plan, const DomainsPlan& acr
     Reduction<Codec, Wire> reduction(exec, served, call);
     reduction.look_up(exec, served, call);
     reduction.run(exec, served, call);  // [X7]
-    call.out += parcel.return_row_bytes;
+    call.out += parcels.return_row_bytes;
     exec.sync();
     if (exec.thread() == 0) {
       served.target_ranks += plan.shape.top_k;

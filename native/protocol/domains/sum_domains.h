@@ -58,7 +58,7 @@ PUTGET_TEXT bool await_returns(Exec& exec, const Plan& plan, const DomainsPlan& 
 // Where each domain's sums begin, into scratch.sums. A block barrier must follow.
 template <class Exec>
 PUTGET_TEXT void look_up_sums(const Exec& exec, const Plan& plan, const DomainsPlan& across, DomainsScratch& scratch) {
-  const Splits splits(across.domains, across.parcel);
+  const Splits splits(across.domains, across.parcels);
   const uint32_t own = across.domains.domain_of(plan.shape.ep_rank);
   PUTGET_ROLLED
   for (uint32_t domain = exec.thread(); domain < across.domains.count(); domain += exec.threads()) {
@@ -73,7 +73,7 @@ PUTGET_TEXT const uint8_t* domain_sum(const Plan& plan, const DomainsPlan& acros
   const uint8_t* sums = scratch.sums[domain];
   if (sums == nullptr) return across.own_sums + uint64_t{token} * plan.shape.output_row_bytes();
   const int32_t row = across.home_rows[uint64_t{token} * across.domains.count() + domain];
-  return row < 0 ? nullptr : sums + uint64_t{static_cast<uint32_t>(row)} * across.parcel.return_row_bytes;
+  return row < 0 ? nullptr : sums + uint64_t{static_cast<uint32_t>(row)} * across.parcels.return_row_bytes;
 }
 
 // A pack of a domain's sum as it lies here. Zeros where `row` is null.

@@ -54,7 +54,7 @@ struct MessagePart {
   uint32_t parts;
 };
 
-// Routes of the rows of a chunk in the own domain, as target_ranks and target_slots of a rank that has them alone:
+// Routes of the rows of a parcel in the own domain, as target_ranks and target_slots of a rank that has them alone:
 // `slots` counts on for each place. For the source's agent; ends with a block barrier.
 template <class Exec>
 PUTGET_TEXT void route_served(Exec& exec, const Plan& plan, const DomainsPlan& across, uint32_t source,
@@ -66,7 +66,7 @@ PUTGET_TEXT void route_served(Exec& exec, const Plan& plan, const DomainsPlan& a
   int32_t* ranks = across.served_ranks + begin;
   int32_t* entry_slots = across.served_slots + begin;
   PUTGET_ROLLED
-  for (uint32_t entry = exec.thread(); entry < header.chunk_rows * top_k; entry += exec.threads()) {
+  for (uint32_t entry = exec.thread(); entry < header.parcel_rows * top_k; entry += exec.threads()) {
     ranks[entry] = entry_slots[entry] = -1;
   }
   exec.sync();
@@ -74,11 +74,11 @@ PUTGET_TEXT void route_served(Exec& exec, const Plan& plan, const DomainsPlan& a
   for (uint32_t place = exec.warp(); place < domains.size(own); place += exec.warps()) {
     uint32_t slot = slots[place];
     PUTGET_ROLLED
-    for (uint32_t first = 0; first < header.chunk_rows; first += exec.lanes()) {
+    for (uint32_t first = 0; first < header.parcel_rows; first += exec.lanes()) {
       const uint32_t row = first + exec.lane();
       const uint8_t* entries = index + uint64_t{row} * top_k;  // [X5]
       uint32_t k = top_k;                                      // the first entry that names the place
-      for (uint32_t i = row < header.chunk_rows ? top_k : 0; i-- > 0;) k = entries[i] == place ? i : k;
+      for (uint32_t i = row < header.parcel_rows ? top_k : 0; i-- > 0;) k = entries[i] == place ? i : k;
       const auto taken = exec.count_lanes(k < top_k);
       if (k < top_k) {
         ranks[uint64_t{row} * top_k + k] = static_cast<int32_t>(domains.member(own, place));
@@ -92,11 +92,12 @@ PUTGET_TEXT void route_served(Exec& exec, const Plan& plan, const DomainsPlan& a
   exec.sync();
 }
 
-// Rows of one source that this rank takes, of `chunks` chunks. False: a chunk does not say what it has to say.
+// Rows of one source that this rank takes, of `parcels` parcels. False: a parcel does not say what it has to say.
 template <class Exec>
 PUTGET_TEXT bool unpack_message(Exec& exec, const Plan& plan, const DomainsPlan& across, const ParcelSender& sender,
-                                const MessagePart& mine, uint32_t chunks, uint32_t max_rows, DomainsScratch& scratch) {
-  const ParcelShape& parcel = across.parcel;
+                                const MessagePart& mine, uint32_t num_parcels, uint32_t max_rows,
+                                DomainsScratch& scratch) {
+  const ParcelShape& parcels = across.parcels;
   const uint32_t place = across.domains.place(plan.shape.ep_rank);
   const uint8_t* message = across.message[sender.source];
   const bool routes = mine.part == 0 && across.serves(sender.source);
@@ -107,37 +108,37 @@ PUTGET_TEXT bool unpack_message(Exec& exec, const Plan& plan, const DomainsPlan&
   for (uint32_t i = exec.thread(); i < kMaxRanks; i += exec.threads()) slots[i] = 0;
   uint32_t slot = 0;
   PUTGET_ROLLED
-  for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
-    const uint8_t* start = message + parcel.chunk_at(chunk);
+  for (uint32_t parcel = 0; parcel < num_parcels; ++parcel) {
+    const uint8_t* start = message + parcels.parcel_at(parcel);
     const uint8_t* index = start + sizeof(ParcelHeader);
-    const uint32_t most = parcel.rows_of_chunk(parcel.max_tokens, chunk);
-    const bool first_takes = takes_first_row(exec, parcel, index, most, place);
+    const uint32_t most = parcels.rows_of_parcel(parcels.max_tokens, parcel);
+    const bool first_takes = takes_first_row(exec, parcels, index, most, place);
     if (exec.thread() == 0) {
       scratch.header = *reinterpret_cast<const ParcelHeader*>(start);  // [X5]
-      scratch.well = check_header(parcel, sender, chunks, chunk, scratch.header) == ParcelMistake::kNone;
+      scratch.well = check_header(parcels, sender, num_parcels, parcel, scratch.header) == ParcelMistake::kNone;
     }
     exec.sync();
     if (scratch.well == 0) return false;
     const ParcelHeader& header = scratch.header;
-    const uint8_t* rows = start + parcel.rows_at(header.chunk_rows);
-    slot = visit_rows(exec, parcel, header, index, place, slot, first_takes, [&](uint32_t row, uint32_t taken) {
+    const uint8_t* rows = start + parcels.rows_at(header.parcel_rows);
+    slot = visit_rows(exec, parcels, header, index, place, slot, first_takes, [&](uint32_t row, uint32_t taken) {
       if (taken >= max_rows) return;
       const uint32_t before = taken * pieces % step;  // pieces of the slots before, which warps take in turn
       PUTGET_ROLLED
       for (uint32_t i = own_step < before ? own_step + step - before : own_step - before; i < pieces; i += step) {
-        unpack_piece(exec, plan, across, rows + uint64_t{row} * parcel.row_bytes, sender.source, taken, i);
+        unpack_piece(exec, plan, across, rows + uint64_t{row} * parcels.row_bytes, sender.source, taken, i);
       }
     });
-    if (chunk == 0 && mine.part == 0) unpack_stats(exec, plan, sender.source, message);
+    if (parcel == 0 && mine.part == 0) unpack_stats(exec, plan, sender.source, message);
     if (routes) route_served(exec, plan, across, sender.source, header, index, slots);
     exec.sync();
   }
   if (exec.thread() != 0 || mine.part != 0) return true;
-  across.served_rows[sender.source] = chunks == 0 ? 0 : scratch.header.rows;
+  across.served_rows[sender.source] = num_parcels == 0 ? 0 : scratch.header.rows;
   const uint32_t shown = slot < max_rows ? slot : max_rows;
   plan.num_tokens[sender.source] = static_cast<int32_t>(shown);
   plan.state->head.left[sender.source] = shown;
-  if (chunks != 0 && plan.tables_apart != nullptr && scratch.header.table != *across.sent_table) {
+  if (num_parcels != 0 && plan.tables_apart != nullptr && scratch.header.table != *across.sent_table) {
     exec.add(plan.tables_apart + sender.source, 1);
     exec.add(plan.tables_apart + plan.shape.ep_size + sender.source, slot);
   }
@@ -172,14 +173,14 @@ PUTGET_TEXT bool unpack_source(Exec& exec, const Plan& plan, const DomainsPlan& 
   }
   exec.sync();
   const bool has_come = scratch.well != 0;
-  const uint32_t chunks = flag_value(scratch.seen);
+  const uint32_t num_parcels = flag_value(scratch.seen);
   exec.sync();  // the headers are next to say whether they are well
   if (!has_come) {
     if (exec.thread() == 0) report_no_message(exec, plan, across, epoch);
     return false;
   }
   const ParcelSender sender = across.sender(epoch, mine.source, own);
-  if (unpack_message(exec, plan, across, sender, mine, chunks, max_rows, scratch)) return true;
+  if (unpack_message(exec, plan, across, sender, mine, num_parcels, max_rows, scratch)) return true;
   if (exec.thread() == 0) {
     report_misuse(exec, plan, Phase::kDispatch, Misuse::kBadMessage, epoch, 0, 0, mine.source);
   }
