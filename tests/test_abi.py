@@ -44,7 +44,7 @@ MOE_STRUCTS = {
     "putget_moe_activation_args": _abi.MoeActivationArgs,
     "putget_moe_product_args": _abi.MoeProductArgs,
 }
-NODES_STRUCTS = {"putget_engine_config": _abi.EngineConfig, "putget_nodes_config": _abi.DomainsConfig}
+DOMAINS_STRUCTS = {"putget_engine_config": _abi.EngineConfig, "putget_domains_config": _abi.DomainsConfig}
 BALANCER_STRUCTS = {
     "putget_balance_args": _abi_balancer.BalanceArgs,
     "putget_choose_args": _abi_balancer.ChooseArgs,
@@ -62,7 +62,7 @@ PROBE_STRUCTS = {
     "putget_probe_memory": probe_library.ProbeMemory,
     "putget_probe_copy_args": probe_library.CopyArgs,
     "putget_probe_rows_args": probe_library.RowsArgs,
-    "putget_probe_nodes_args": probe_library.DomainsArgs,
+    "putget_probe_domains_args": probe_library.DomainsArgs,
 }
 CONSTANTS = {
     f"PUTGET_{name}": getattr(_abi, name)
@@ -73,8 +73,8 @@ PROBE_CONSTANTS = {
     "PUTGET_MAGIC": probe_library.MAGIC,
     "PUTGET_MAX_RANKS": probe_library.MAX_RANKS,
     "PUTGET_PROBE_SEND": probe_library.SEND,
-    "PUTGET_NODES_AGENTS": domains.AGENTS,
-    "PUTGET_NODES_ROUTES": domains.ROUTES,
+    "PUTGET_DOMAINS_AGENTS": domains.AGENTS,
+    "PUTGET_DOMAINS_ROUTES": domains.ROUTES,
 }
 BALANCER_CONSTANTS = {
     "PUTGET_MAGIC": _abi.MAGIC,
@@ -89,13 +89,13 @@ NODES = {
     "putget_network_engine",
     "putget_network_local",
     "putget_network_transport",
-    "putget_nodes_bytes",
-    "putget_nodes_card",
-    "putget_nodes_connect",
-    "putget_nodes_create",
-    "putget_nodes_leave",
-    "putget_nodes_run",
-    "putget_nodes_start",
+    "putget_domains_bytes",
+    "putget_domains_card",
+    "putget_domains_connect",
+    "putget_domains_create",
+    "putget_domains_leave",
+    "putget_domains_run",
+    "putget_domains_start",
 }
 BALANCER = {
     "putget_balance",
@@ -120,7 +120,7 @@ MOE = {name for name in _abi._FUNCTIONS if name.startswith("putget_moe_")}
 MIRRORS = [
     ("putget.h", STRUCTS, _abi._FUNCTIONS.keys() - BALANCER - NODES - MOE, CONSTANTS),
     ("putget_moe.h", MOE_STRUCTS, MOE, {"PUTGET_MAGIC": _abi.MAGIC}),
-    ("putget_nodes.h", NODES_STRUCTS, NODES, {"PUTGET_MAGIC": _abi.MAGIC}),
+    ("putget_domains.h", DOMAINS_STRUCTS, NODES, {"PUTGET_MAGIC": _abi.MAGIC}),
     ("putget_balancer.h", BALANCER_STRUCTS, BALANCER, BALANCER_CONSTANTS),
     ("putget_probe.h", PROBE_STRUCTS, probe_library._FUNCTIONS.keys(), PROBE_CONSTANTS),
 ]

@@ -26,28 +26,28 @@ constexpr uint64_t kMostBytes = uint64_t{1} << 20;
 constexpr uint32_t kMostNumber = 63;  // of workspaces and of generations
 
 void require_memories(const DomainsShape& shape, const Backend& own, const Backend& shared, const Backend* inbox) {
-  require(shared.config().bytes >= shape.shared_bytes(), "shared has too few bytes: see putget_nodes_bytes");
+  require(shared.config().bytes >= shape.shared_bytes(), "shared has too few bytes: see putget_domains_bytes");
   require((inbox != nullptr) == shape.on_device, shape.on_device
                                                      ? "inbox is null, but staging is PUTGET_STAGING_DEVICE"
                                                      : "inbox is not null, but staging is PUTGET_STAGING_HOST");
   if (inbox == nullptr) return;
   require(own.is_on_gpu() && inbox->is_on_gpu(), "inbox or the object is memory of a CPU: rows wait on a GPU");
-  require(inbox->config().bytes >= shape.inbox_bytes(), "inbox has too few bytes: see putget_nodes_bytes");
+  require(inbox->config().bytes >= shape.inbox_bytes(), "inbox has too few bytes: see putget_domains_bytes");
 }
 
 DomainRounds& across_of(putget_alltoall* object) {
   require(object != nullptr, "object is null");
-  require(object->across != nullptr, "putget_nodes_create has not been called");
+  require(object->across != nullptr, "putget_domains_create has not been called");
   return *object->across;
 }
 
 }  // namespace
 
-putget_status putget_nodes_bytes(const putget_config* config, const putget_nodes_config* across, uint64_t* shared,
-                                 uint64_t* inbox, uint64_t* own) {
+putget_status putget_domains_bytes(const putget_config* config, const putget_domains_config* across, uint64_t* shared,
+                                   uint64_t* inbox, uint64_t* own) {
   return guarded([&] {
     require_version(config, "config");
-    require_version(across, "nodes");
+    require_version(across, "domains");
     require_pointer("shared", shared);
     require_pointer("inbox", inbox);
     require_pointer("own", own);
@@ -59,8 +59,8 @@ putget_status putget_nodes_bytes(const putget_config* config, const putget_nodes
   });
 }
 
-putget_status putget_nodes_create(const putget_nodes_config* config, putget_alltoall* object, putget_memory* shared,
-                                  putget_memory* inbox, putget_network* network) {
+putget_status putget_domains_create(const putget_domains_config* config, putget_alltoall* object, putget_memory* shared,
+                                    putget_memory* inbox, putget_network* network) {
   return guarded([&] {
     require_version(config, "config");
     require_pointer("object", object);
@@ -87,7 +87,7 @@ putget_status putget_nodes_create(const putget_nodes_config* config, putget_allt
   });
 }
 
-putget_status putget_nodes_card(putget_alltoall* object, uint8_t* card, uint64_t* bytes) {
+putget_status putget_domains_card(putget_alltoall* object, uint8_t* card, uint64_t* bytes) {
   return guarded([&] {
     require_pointer("bytes", bytes);
     const std::vector<uint8_t> made = across_of(object).card();
@@ -98,18 +98,18 @@ putget_status putget_nodes_card(putget_alltoall* object, uint8_t* card, uint64_t
   });
 }
 
-putget_status putget_nodes_connect(putget_alltoall* object, uint32_t rank, const uint8_t* card, uint64_t bytes) {
+putget_status putget_domains_connect(putget_alltoall* object, uint32_t rank, const uint8_t* card, uint64_t bytes) {
   return guarded([&] { across_of(object).connect(rank, card, bytes); });
 }
 
-putget_status putget_nodes_start(putget_alltoall* object) {
+putget_status putget_domains_start(putget_alltoall* object) {
   return guarded([&] { across_of(object).start(); });
 }
 
-putget_status putget_nodes_run(putget_alltoall* object) {
+putget_status putget_domains_run(putget_alltoall* object) {
   return guarded([&] { across_of(object).run(); });
 }
 
-putget_status putget_nodes_leave(putget_alltoall* object) {
+putget_status putget_domains_leave(putget_alltoall* object) {
   return guarded([&] { across_of(object).leave(); });
 }

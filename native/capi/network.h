@@ -4,7 +4,7 @@
 #include <memory>
 
 #include "domains/network.h"
-#include "putget_nodes.h"
+#include "putget_domains.h"
 
 struct putget_network {
   // Objects on it keep it.

@@ -23,7 +23,7 @@ RankSet everybody(uint32_t ep_size) {
   return set;
 }
 
-Domains domains_of(const putget_nodes_config& config, uint32_t ep_size, uint32_t ep_rank) {
+Domains domains_of(const putget_domains_config& config, uint32_t ep_size, uint32_t ep_rank) {
   const uint8_t* const domain_of = config.domain_of;
   require_pointer("domain_of", domain_of);
   for (uint32_t rank = 0; rank < ep_size; ++rank) require_range("domain_of", domain_of[rank], 0, ep_size - 1);
@@ -60,7 +60,7 @@ std::pair<const uint8_t*, uint64_t> next_part(const uint8_t*& card, uint64_t& le
   return part;
 }
 
-DomainsPlan begin_plan(const DomainsShape& made, const putget_nodes_config& config) {
+DomainsPlan begin_plan(const DomainsShape& made, const putget_domains_config& config) {
   DomainsPlan across(made.domains);
   across.parcels = made.parcels;
   across.row = made.row;
@@ -71,7 +71,7 @@ DomainsPlan begin_plan(const DomainsShape& made, const putget_nodes_config& conf
   return across;
 }
 
-WireType wire_of(const putget_nodes_config& config, const Shape& shape) {
+WireType wire_of(const putget_domains_config& config, const Shape& shape) {
   require_range("wire_type", config.wire_type, PUTGET_WIRE_SAME, PUTGET_WIRE_FP8);
   const auto wire = static_cast<WireType>(config.wire_type);
   require(wire == WireType::kSame || shape.output_elements % kWirePack == 0,
@@ -92,7 +92,7 @@ uint64_t served_sums_bytes(const Shape& shape, const Domains& domains, WireType 
   return rows * shape.output_row_bytes();
 }
 
-bool is_on_device(const putget_nodes_config& config) {
+bool is_on_device(const putget_domains_config& config) {
   require_range("staging", config.staging, PUTGET_STAGING_HOST, PUTGET_STAGING_DEVICE);
   return config.staging == PUTGET_STAGING_DEVICE;
 }
@@ -115,7 +115,7 @@ uint64_t most_inbox_bytes(const Domains& domains, const ParcelShape& parcels) {
 
 }  // namespace
 
-DomainsShape::DomainsShape(const Shape& shape, const putget_nodes_config& config, uint64_t most_bytes)
+DomainsShape::DomainsShape(const Shape& shape, const putget_domains_config& config, uint64_t most_bytes)
     : domains(domains_of(config, shape.ep_size, shape.ep_rank)),
       row(ParcelRow::of(shape)),
       wire(wire_of(config, shape)),
@@ -147,7 +147,7 @@ uint64_t DomainsShape::own_bytes(const Shape& shape) const {
          served_sums_bytes(shape, domains, wire) + tables;
 }
 
-DomainRounds::DomainRounds(const putget_nodes_config& config, Backend& memory, const Plan& plan, Backend& shared,
+DomainRounds::DomainRounds(const putget_domains_config& config, Backend& memory, const Plan& plan, Backend& shared,
                            Backend* inbox, const std::shared_ptr<proxy::Network>& network, const DomainRounds* before)
     : memory_(memory.shared_from_this()),
       shared_(shared.shared_from_this()),
@@ -381,7 +381,7 @@ void DomainRounds::run() {
 // Each step looks at the fault that an earlier one may have left. What other domains wait for is in the start halves,
 // so that finish halves wait for start halves alone.
 void DomainRounds::dispatch(const Plan& plan, const DispatchCall& call, const Limits& limits, void* stream) {
-  require(runs_, "putget_nodes_run has not been called");
+  require(runs_, "putget_domains_run has not been called");
   if (call.half != Half::kFinish) memory_->pack(plan, across_, call, limits, stream);
   memory_->dispatch(plan, call, limits, stream);
   if (call.half != Half::kStart) memory_->unpack(plan, across_, call.max_rows, limits, stream);

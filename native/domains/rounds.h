@@ -8,7 +8,7 @@
 #include "domains/network.h"
 #include "domains/proxy.h"
 #include "protocol/domains/plan.h"
-#include "putget_nodes.h"
+#include "putget_domains.h"
 
 namespace putget {
 
@@ -21,7 +21,7 @@ struct DomainsShape {
   ParcelShape parcels;
 
   // Throws Error where sizes or domains are out of range. `most_bytes` of one write.
-  DomainsShape(const Shape& shape, const putget_nodes_config& config, uint64_t most_bytes);
+  DomainsShape(const Shape& shape, const putget_domains_config& config, uint64_t most_bytes);
 
   uint64_t shared_bytes() const;
   uint64_t inbox_bytes() const;  // of a memory of its own; 0: the inbox lies in the shared one
@@ -31,7 +31,7 @@ struct DomainsShape {
 class DomainRounds {
  public:
   // Without `inbox` rows wait in host memory. `before` is the object's part that has left, or null.
-  DomainRounds(const putget_nodes_config& config, Backend& memory, const Plan& plan, Backend& shared, Backend* inbox,
+  DomainRounds(const putget_domains_config& config, Backend& memory, const Plan& plan, Backend& shared, Backend* inbox,
                const std::shared_ptr<proxy::Network>& network, const DomainRounds* before);
   ~DomainRounds();
   DomainRounds(const DomainRounds&) = delete;             // the network knows its regions

@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#define PUTGET_PROBE_ABI_VERSION 2
+#define PUTGET_PROBE_ABI_VERSION 3
 
 typedef enum putget_probe_kind {
   PUTGET_PROBE_WRITE = 0,
@@ -81,17 +81,17 @@ typedef struct putget_probe_rows_args {
   uint32_t reserved;
 } putget_probe_rows_args;
 
-typedef enum putget_nodes_scheme {
-  PUTGET_NODES_AGENTS = 0, /* a row a (token, domain) to an agent, by the product's proxies */
-  PUTGET_NODES_ROUTES = 1  /* a row a (token, expert) to its rank, routes first: the paper's */
-} putget_nodes_scheme;
+typedef enum putget_domains_scheme {
+  PUTGET_DOMAINS_AGENTS = 0, /* a row a (token, domain) to an agent, by the product's proxies */
+  PUTGET_DOMAINS_ROUTES = 1  /* a row a (token, expert) to its rank, routes first: the paper's */
+} putget_domains_scheme;
 
 /* One round of a group that spans hosts, in virtual time: nothing moves but the clock. Times are from the launch of the
  * dispatch, or of the combine, until a rank has all of its rows. */
-typedef struct putget_probe_nodes_args {
+typedef struct putget_probe_domains_args {
   uint32_t size;
   uint32_t magic;
-  uint32_t scheme; /* putget_nodes_scheme */
+  uint32_t scheme; /* putget_domains_scheme */
   uint32_t ep_size;
   uint32_t domain_size; /* divides ep_size */
   uint32_t num_experts; /* each rank has as many */
@@ -99,11 +99,11 @@ typedef struct putget_probe_nodes_args {
   uint32_t num_tokens;     /* of each rank, which go to experts at random */
   uint32_t row_bytes;      /* out */
   uint32_t back_row_bytes; /* back */
-  uint32_t private_tokens; /* PUTGET_NODES_ROUTES: rows to each rank that do not wait for routes */
-  uint32_t chunk_rows;     /* PUTGET_NODES_AGENTS: rows of a write, 0: the product's */
+  uint32_t private_tokens; /* PUTGET_DOMAINS_ROUTES: rows to each rank that do not wait for routes */
+  uint32_t chunk_rows;     /* PUTGET_DOMAINS_AGENTS: rows of a write, 0: the product's */
   uint64_t seed;
   uint64_t first_write_ns; /* from a launch until the host posts */
-  uint64_t in_domain_ns;   /* PUTGET_NODES_AGENTS: from a message's landing to its rows' places, or for its sums */
+  uint64_t in_domain_ns;   /* PUTGET_DOMAINS_AGENTS: from a message's landing to its rows' places, or for its sums */
   uint64_t latency_ns;     /* from a byte's leaving to its landing */
   uint64_t post_ns;        /* of a host thread, for each write */
   uint64_t write_ns;       /* of a NIC, for each write */
@@ -114,7 +114,7 @@ typedef struct putget_probe_nodes_args {
   uint64_t combine_bytes;
   uint64_t dispatch_writes; /* immediates alone included */
   uint64_t combine_writes;
-} putget_probe_nodes_args;
+} putget_probe_domains_args;
 
 PUTGET_API uint32_t putget_probe_abi_version(void);
 PUTGET_API const char* putget_probe_last_error(void);
@@ -126,7 +126,7 @@ PUTGET_API putget_status putget_probe_load(const putget_probe_memory* memory);
 PUTGET_API putget_status putget_probe_copy(const putget_probe_memory* memory, const putget_probe_copy_args* args);
 PUTGET_API putget_status putget_probe_rows(const putget_probe_memory* memory, const putget_probe_rows_args* args);
 /* On the calling thread. */
-PUTGET_API putget_status putget_probe_nodes(putget_probe_nodes_args* args);
+PUTGET_API putget_status putget_probe_domains(putget_probe_domains_args* args);
 
 #ifdef __cplusplus
 }

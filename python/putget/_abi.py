@@ -1,4 +1,4 @@
-"""The C ABI of putget.h, putget_moe.h, putget_nodes.h and putget_balancer.h. The only module that loads a library."""
+"""The C ABI of putget.h, putget_moe.h, putget_domains.h and putget_balancer.h. The only module that loads a library."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from putget import config
 from putget.errors import BackendUnavailable, PutgetError
 
-ABI_VERSION = 16
+ABI_VERSION = 17
 MAGIC = 0x70757467
 MAX_RANKS = 128
 MAX_TOP_K = 32
@@ -556,13 +556,13 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "putget_network_engine": [POINTER(EngineConfig), POINTER(c_void_p)],
     "putget_network_transport": [c_void_p, c_uint32, POINTER(c_void_p)],
     "putget_network_destroy": [c_void_p],
-    "putget_nodes_bytes": [POINTER(Config), POINTER(DomainsConfig)] + 3 * [POINTER(c_uint64)],
-    "putget_nodes_create": [POINTER(DomainsConfig), c_void_p, c_void_p, c_void_p, c_void_p],
-    "putget_nodes_card": [c_void_p, POINTER(c_uint8), POINTER(c_uint64)],
-    "putget_nodes_connect": [c_void_p, c_uint32, POINTER(c_uint8), c_uint64],
-    "putget_nodes_start": [c_void_p],
-    "putget_nodes_leave": [c_void_p],
-    "putget_nodes_run": [c_void_p],
+    "putget_domains_bytes": [POINTER(Config), POINTER(DomainsConfig)] + 3 * [POINTER(c_uint64)],
+    "putget_domains_create": [POINTER(DomainsConfig), c_void_p, c_void_p, c_void_p, c_void_p],
+    "putget_domains_card": [c_void_p, POINTER(c_uint8), POINTER(c_uint64)],
+    "putget_domains_connect": [c_void_p, c_uint32, POINTER(c_uint8), c_uint64],
+    "putget_domains_start": [c_void_p],
+    "putget_domains_leave": [c_void_p],
+    "putget_domains_run": [c_void_p],
     "putget_moe_layout_of": [POINTER(MoeConfig), POINTER(MoeLayout)],
     "putget_moe_group": [POINTER(MoeConfig), POINTER(MoeGroupArgs)],
     "putget_moe_finalize": [POINTER(MoeConfig), POINTER(MoeGroupArgs), POINTER(MoeFinalizeArgs)],

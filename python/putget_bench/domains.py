@@ -132,7 +132,7 @@ def simulate(
         dispatch_ns=times[0],
         combine_ns=times[1],
     )
-    call("putget_probe_nodes", ctypes.byref(args))
+    call("putget_probe_domains", ctypes.byref(args))
     dispatch, combine = (float(np.median(np.array(one))) / 1000 for one in times)
     counts = args.dispatch_bytes, args.combine_bytes, args.dispatch_writes, args.combine_writes
     return Times(dispatch, combine, *counts)

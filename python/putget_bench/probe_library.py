@@ -12,7 +12,7 @@ import torch
 
 from putget import BackendUnavailable, PutgetError, Workspace
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 MAGIC = 0x70757467
 MAX_RANKS = 128
 MAX_PROBED_RANKS = 32  # by probes of rows
@@ -95,7 +95,7 @@ class RowsArgs(_Versioned):
 
 
 class DomainsArgs(_Versioned):
-    """``putget_probe_nodes_args``."""
+    """``putget_probe_domains_args``."""
 
     _fields_ = [
         ("size", c_uint32),
@@ -133,7 +133,7 @@ _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "putget_probe_load": ([POINTER(ProbeMemory)], ctypes.c_int),
     "putget_probe_copy": ([POINTER(ProbeMemory), POINTER(CopyArgs)], ctypes.c_int),
     "putget_probe_rows": ([POINTER(ProbeMemory), POINTER(RowsArgs)], ctypes.c_int),
-    "putget_probe_nodes": ([POINTER(DomainsArgs)], ctypes.c_int),
+    "putget_probe_domains": ([POINTER(DomainsArgs)], ctypes.c_int),
 }
 
 

@@ -1,4 +1,4 @@
-"""Rounds across domains on the caller's transfer engine: shared with its own writes, with other networks, and closed."""
+"""Rounds across domains on the caller's transfer engine: beside its own writes and other networks; closed; refused."""
 
 from __future__ import annotations
 
@@ -84,7 +84,8 @@ def share(rank: Rank, provider: str) -> dict[str, object]:
         with putget.Communicator(network=network) as one, putget.Communicator(network=network) as other:
             ranks = [Rank(rank.rank, rank.size, rank.device, _comm=comm) for comm in (one, other)]
             with ranks[0].all_to_all() as first, ranks[1].all_to_all() as second:
-                found["more threads"] = [name for name in engine_threads() if engine_threads().count(name) > own.count(name)]
+                shared = engine_threads()
+                found["more threads"] = [name for name in shared if shared.count(name) > own.count(name)]
                 found["domains"] = one.domains
                 sums = [(round_of(first, 1.0 + n), round_of(second, 10.0 + n), writes.one()) for n in range(20)]
                 found["rounds"] = sums == [(2.0 + 2 * n, 20.0 + 2 * n, True) for n in range(20)]
@@ -112,8 +113,7 @@ def close_under_rounds(rank: Rank) -> str:
     if rank.rank == 1:
         engine.close()
     with pytest.raises(putget.PutgetError) as raised:
-        for _ in range(3):
-            round_of(a2a, 1.0)
+        [round_of(a2a, 1.0) for _ in range(3)]
     gather(None)
     a2a.close()
     comm.close()

@@ -19,12 +19,10 @@ from tests.project.checkout import ROOT, python_files
 GLOSSARY = (ROOT / "docs" / "concepts" / "glossary.md").read_text()
 # A word that is not used, and the glossary's word for the thing.
 INSTEAD_OF = {"node": "domain", "nodes": "domain", "shm": "host"}
-# Hosts of the planner, whose name is DeepSeek's; the C ABI of rounds across domains.
+# Hosts of the planner, whose name is DeepSeek's.
 ALLOWED = {
     "native/balancer/node.cpp",
     "native/balancer/node.h",
-    "native/include/putget_nodes.h",
-    "docs/reference/putget_nodes_h.md",
 }
 
 

@@ -18,7 +18,7 @@ from tests.project.checkout import BENCH, PACKAGE, ROOT, pyproject
 
 ENTRY_POINT_GROUPS = {"console_scripts", "sglang.srt.plugins", "vllm.general_plugins"}
 LIBRARIES = {
-    PACKAGE / "libputget.so": ("putget.h", "putget_moe.h", "putget_nodes.h", "putget_balancer.h"),
+    PACKAGE / "libputget.so": ("putget.h", "putget_moe.h", "putget_domains.h", "putget_balancer.h"),
     BENCH / "libputget_probe.so": ("putget_probe.h",),
 }
 # Libraries that every glibc machine has; the driver is looked up at run time, and CUDA's runtime is linked in.
@@ -108,7 +108,7 @@ def test_wheel_without_cuda(tmp_path: Path) -> None:
     assert {*libraries, "putget/py.typed", "putget/alltoall.py", "putget_bench/cli.py"} <= set(names)
     assert not [name for name in names if name.endswith((".cpp", ".cu", ".pyc"))]
     headers = {Path(name).name for name in names if name.endswith(".h")}
-    assert headers == {"putget.h", "putget_moe.h", "putget_nodes.h", "putget_balancer.h", "putget_transport.h"}
+    assert headers == {"putget.h", "putget_moe.h", "putget_domains.h", "putget_balancer.h", "putget_transport.h"}
     assert (tmp_path / "installed/putget/include/putget.h").read_text() == (
         ROOT / "native/include/putget.h"
     ).read_text()

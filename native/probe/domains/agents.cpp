@@ -20,7 +20,7 @@ constexpr uint32_t kRegion = 0;                    // each end has one for every
 
 class Agents {
  public:
-  Agents(putget_probe_nodes_args& args, const Routes& routes)
+  Agents(putget_probe_domains_args& args, const Routes& routes)
       : args_(args), routes_(routes), network_(network_model(args), args.ep_size), domains_(make_domains(args)) {
     shape_ = ParcelShape::make(args.num_tokens, args.top_k, args.row_bytes, args.back_row_bytes,
                                network_.table(0)->most_bytes);
@@ -53,7 +53,7 @@ class Agents {
   }
 
  private:
-  static Domains make_domains(const putget_probe_nodes_args& args) {
+  static Domains make_domains(const putget_probe_domains_args& args) {
     uint8_t domain_of[kMaxRanks] = {};
     RankSet active = RankSet::none();
     for (uint32_t rank = 0; rank < args.ep_size; ++rank) {
@@ -156,7 +156,7 @@ class Agents {
   }
   Board board(uint32_t rank) { return Board(boards_[rank].data()); }
 
-  putget_probe_nodes_args& args_;
+  putget_probe_domains_args& args_;
   const Routes& routes_;
   VirtualNetwork network_;
   const Domains domains_;
@@ -170,6 +170,6 @@ class Agents {
 
 }  // namespace
 
-void simulate_agents(putget_probe_nodes_args& args, const Routes& routes) { Agents(args, routes).run(); }
+void simulate_agents(putget_probe_domains_args& args, const Routes& routes) { Agents(args, routes).run(); }
 
 }  // namespace putget::probe

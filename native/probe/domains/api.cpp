@@ -1,4 +1,4 @@
-// putget_probe_nodes: checks, and which scheme.
+// putget_probe_domains: checks, and which scheme.
 #include <string>
 
 #include "capi/guard.h"
@@ -14,9 +14,9 @@ constexpr uint32_t kMaxTokens = 1u << 13;
 constexpr uint32_t kMaxRowBytes = 1u << 20;
 constexpr uint64_t kMaxNs = 1'000'000'000;
 
-void check(const putget_probe_nodes_args* args) {
+void check(const putget_probe_domains_args* args) {
   require_version(args, "args");
-  require_range("scheme", args->scheme, PUTGET_NODES_AGENTS, PUTGET_NODES_ROUTES);
+  require_range("scheme", args->scheme, PUTGET_DOMAINS_AGENTS, PUTGET_DOMAINS_ROUTES);
   require_range("ep_size", args->ep_size, 2, kMaxRanks);
   require_range("domain_size", args->domain_size, 1, args->ep_size / 2);
   require_range("num_experts", args->num_experts, args->ep_size, kMaxExperts);
@@ -41,11 +41,11 @@ void check(const putget_probe_nodes_args* args) {
 }  // namespace
 }  // namespace putget::probe
 
-putget_status putget_probe_nodes(putget_probe_nodes_args* args) {
+putget_status putget_probe_domains(putget_probe_domains_args* args) {
   return putget::capi::guarded([&] {
     putget::probe::check(args);
     const putget::probe::Routes routes(*args);
-    if (args->scheme == PUTGET_NODES_AGENTS) return putget::probe::simulate_agents(*args, routes);
+    if (args->scheme == PUTGET_DOMAINS_AGENTS) return putget::probe::simulate_agents(*args, routes);
     putget::probe::simulate_routes(*args, routes);
   });
 }

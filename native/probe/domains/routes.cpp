@@ -17,7 +17,7 @@ constexpr uint32_t kRows = 1;
 
 class RouteExchange {
  public:
-  RouteExchange(putget_probe_nodes_args& args, const Routes& routes)
+  RouteExchange(putget_probe_domains_args& args, const Routes& routes)
       : args_(args), routes_(routes), network_(network_model(args), args.ep_size), over_(args.ep_size) {
     for (uint32_t rank = 0; rank < args.ep_size; ++rank) {
       const putget_transport& table = *network_.table(rank);
@@ -133,7 +133,7 @@ class RouteExchange {
     args_.combine_bytes = bytes_;
   }
 
-  putget_probe_nodes_args& args_;
+  putget_probe_domains_args& args_;
   const Routes& routes_;
   VirtualNetwork network_;
   std::vector<uint64_t> over_;
@@ -144,6 +144,6 @@ class RouteExchange {
 
 }  // namespace
 
-void simulate_routes(putget_probe_nodes_args& args, const Routes& routes) { RouteExchange(args, routes).run(); }
+void simulate_routes(putget_probe_domains_args& args, const Routes& routes) { RouteExchange(args, routes).run(); }
 
 }  // namespace putget::probe

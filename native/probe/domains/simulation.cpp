@@ -5,7 +5,7 @@
 
 namespace putget::probe {
 
-Routes::Routes(const putget_probe_nodes_args& args)
+Routes::Routes(const putget_probe_domains_args& args)
     : ep_size_(args.ep_size),
       domains_(args.ep_size / args.domain_size),
       by_rank_(uint64_t{ep_size_} * ep_size_),
@@ -29,7 +29,7 @@ Routes::Routes(const putget_probe_nodes_args& args)
   }
 }
 
-proxy::NetworkModel network_model(const putget_probe_nodes_args& args) {
+proxy::NetworkModel network_model(const putget_probe_domains_args& args) {
   proxy::NetworkModel model;
   model.latency_ns = args.latency_ns;
   model.bytes_per_ns = args.bytes_per_ns;

@@ -11,7 +11,7 @@ namespace putget::probe {
 // Where the experts of all tokens are.
 class Routes {
  public:
-  explicit Routes(const putget_probe_nodes_args& args);
+  explicit Routes(const putget_probe_domains_args& args);
 
   // Rows that a rank has for another one: one for each (token, expert).
   uint32_t rows_for_rank(uint32_t source, uint32_t rank) const { return by_rank_[source * ep_size_ + rank]; }
@@ -24,9 +24,9 @@ class Routes {
   std::vector<uint32_t> by_rank_, by_domain_;
 };
 
-proxy::NetworkModel network_model(const putget_probe_nodes_args& args);
+proxy::NetworkModel network_model(const putget_probe_domains_args& args);
 
-void simulate_agents(putget_probe_nodes_args& args, const Routes& routes);
-void simulate_routes(putget_probe_nodes_args& args, const Routes& routes);
+void simulate_agents(putget_probe_domains_args& args, const Routes& routes);
+void simulate_routes(putget_probe_domains_args& args, const Routes& routes);
 
 }  // namespace putget::probe

@@ -167,8 +167,8 @@ PUTGET_PURE ParcelHeader make_header(const ParcelShape& shape, const ParcelSende
 
 enum class ParcelMistake : uint32_t { kNone, kMagic, kShape, kGeneration, kEpoch, kSource, kRows, kParcels, kReturns };
 
-// Whether a parcel says what a parcel of this number, of a message of `num_parcels`, has to say. Only then its index and
-// rows lie inside of the split.
+// Whether a parcel says what a parcel of this number, of a message of `num_parcels`, has to say. Only then its index
+// and rows lie inside of the split.
 PUTGET_PURE ParcelMistake check_header(const ParcelShape& shape, const ParcelSender& sender, uint32_t num_parcels,
                                        uint32_t parcel, const ParcelHeader& header) {
   if (header.magic != kParcelMagic) return ParcelMistake::kMagic;

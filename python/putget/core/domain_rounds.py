@@ -64,7 +64,7 @@ class DomainRounds:
         Raises:
             PutgetError: The network refused.
         """
-        _abi.call("putget_nodes_leave", self._handle)
+        _abi.call("putget_domains_leave", self._handle)
 
     @property
     def num_shares(self) -> int:
@@ -99,17 +99,19 @@ class DomainRounds:
         )
         shared, inbox, own = ctypes.c_uint64(), ctypes.c_uint64(), ctypes.c_uint64()
         sizes = (shared, inbox, own)
-        _abi.call("putget_nodes_bytes", ctypes.byref(self._config), ctypes.byref(given), *map(ctypes.byref, sizes))
+        _abi.call("putget_domains_bytes", ctypes.byref(self._config), ctypes.byref(given), *map(ctypes.byref, sizes))
         self.num_bytes = sum(size.value for size in sizes)
         self._memory = Memory(torch.device("cpu"), comm.size, comm.rank, shared.value, fabric=False)
         self._inbox = None
         if on_device:
             self._inbox = Memory(self._device, comm.size, comm.rank, inbox.value, fabric=False)
         staged = None if self._inbox is None else self._inbox.handle
-        _abi.call("putget_nodes_create", ctypes.byref(given), handle, self._memory.handle, staged, self._network.handle)
+        _abi.call(
+            "putget_domains_create", ctypes.byref(given), handle, self._memory.handle, staged, self._network.handle
+        )
         card = (ctypes.c_uint8 * _CARD_BYTES)()
         card_bytes = ctypes.c_uint64(_CARD_BYTES)
-        _abi.call("putget_nodes_card", handle, card, ctypes.byref(card_bytes))
+        _abi.call("putget_domains_card", handle, card, ctypes.byref(card_bytes))
         shares: list[_abi.Share] = []
         try:
             shares += (memory.export() for memory in self._memories())
@@ -135,15 +137,15 @@ class DomainRounds:
             return
         theirs = bytes.fromhex(card)
         place = (ctypes.c_uint8 * len(theirs)).from_buffer_copy(theirs)
-        _abi.call("putget_nodes_connect", self._handle, rank, place, len(theirs))
+        _abi.call("putget_domains_connect", self._handle, rank, place, len(theirs))
 
     def start(self) -> None:
         """When it has met all others: makes the proxy."""
-        _abi.call("putget_nodes_start", self._handle)
+        _abi.call("putget_domains_start", self._handle)
 
     def run(self) -> None:
         """When all others have started."""
-        _abi.call("putget_nodes_run", self._handle)
+        _abi.call("putget_domains_run", self._handle)
 
     @staticmethod
     def join(

@@ -68,7 +68,8 @@ class Network:
         if self.engine is not None:
             if self.provider != "auto" or self.nics is not None:
                 raise ValueError(
-                    f"provider is {self.provider!r} and nics is {self.nics!r}, but the engine has its own: leave them out"
+                    f"provider is {self.provider!r} and nics is {self.nics!r}, but the engine has its own: "
+                    "leave both out"
                 )
             engine_handle(self.engine)
         if self.staging == "device" and self.engine is None and self.provider not in GPU_PROVIDERS:

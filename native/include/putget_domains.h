@@ -1,14 +1,14 @@
 /* Rounds across domains: ranks that do not map each other's memory, joined by a network.
  *
  * An object of putget.h becomes one of several domains between putget_create and its first round. Each rank makes a
- * second memory of putget_nodes_bytes() bytes, and a third one on its GPU where rows wait there, shares them with the
- * ranks of its domain alone, and calls putget_nodes_create. It gives its card to all ranks and connects with theirs;
- * then every rank calls putget_nodes_start, they meet, and every rank calls putget_nodes_run. putget_dispatch,
+ * second memory of putget_domains_bytes() bytes, and a third one on its GPU where rows wait there, shares them with the
+ * ranks of its domain alone, and calls putget_domains_create. It gives its card to all ranks and connects with theirs;
+ * then every rank calls putget_domains_start, they meet, and every rank calls putget_domains_run. putget_dispatch,
  * putget_combine and putget_release then reach all ranks. The start half of combine waits for the ranks of the own
  * domain to start theirs.
  */
-#ifndef PUTGET_NODES_H
-#define PUTGET_NODES_H
+#ifndef PUTGET_DOMAINS_H
+#define PUTGET_DOMAINS_H
 
 #include "putget.h"
 #include "putget_transport.h"
@@ -55,7 +55,7 @@ typedef enum putget_staging {
   PUTGET_STAGING_DEVICE = 1 /* in the memory of the object's GPU; the network reaches it */
 } putget_staging;
 
-typedef struct putget_nodes_config {
+typedef struct putget_domains_config {
   uint32_t size;
   uint32_t magic;
   uint32_t workspace;       /* 0 to 63: objects of one network at a time differ here, or in the generation */
@@ -67,30 +67,30 @@ typedef struct putget_nodes_config {
   uint32_t wire_type;       /* putget_wire_type: how the sums that domains send each other travel. Inside a domain rows
                              * travel as experts write them: wire_type of putget_config is PUTGET_WIRE_SAME */
   uint32_t staging;         /* putget_staging; the same on all ranks */
-} putget_nodes_config;
+} putget_domains_config;
 
 /* `shared`: of the second memory. `inbox`: of the third one, 0 where rows wait in host memory. `own`: what the object
  * has beside them, on this rank. */
-PUTGET_API putget_status putget_nodes_bytes(const putget_config* config, const putget_nodes_config* nodes,
+PUTGET_API putget_status putget_domains_bytes(const putget_config* config, const putget_domains_config* domains,
                                             uint64_t* shared, uint64_t* inbox, uint64_t* own);
 /* `shared` is memory of the CPU, `inbox` of the object's GPU, or null where rows wait in host memory. The tables
- * outlive the object. Again only after putget_nodes_leave, on memories of its own. */
-PUTGET_API putget_status putget_nodes_create(const putget_nodes_config* config, putget_alltoall* object,
+ * outlive the object. Again only after putget_domains_leave, on memories of its own. */
+PUTGET_API putget_status putget_domains_create(const putget_domains_config* config, putget_alltoall* object,
                                              putget_memory* shared, putget_memory* inbox, putget_network* network);
 /* The data that other domains need to write here. Copies at most `*bytes` of it; `*bytes` becomes its length. */
-PUTGET_API putget_status putget_nodes_card(putget_alltoall* object, uint8_t* card, uint64_t* bytes);
+PUTGET_API putget_status putget_domains_card(putget_alltoall* object, uint8_t* card, uint64_t* bytes);
 /* With a rank of another domain, from its card. */
-PUTGET_API putget_status putget_nodes_connect(putget_alltoall* object, uint32_t rank, const uint8_t* card,
+PUTGET_API putget_status putget_domains_connect(putget_alltoall* object, uint32_t rank, const uint8_t* card,
                                               uint64_t bytes);
-PUTGET_API putget_status putget_nodes_start(putget_alltoall* object);
-PUTGET_API putget_status putget_nodes_run(putget_alltoall* object);
+PUTGET_API putget_status putget_domains_start(putget_alltoall* object);
+PUTGET_API putget_status putget_domains_run(putget_alltoall* object);
 /* Ends the object's part at once, for other active ranks: nothing of other ranks is written here any more, and rounds
- * are refused until putget_nodes_create and what follows it. What is under way from here keeps its memory until the
+ * are refused until putget_domains_create and what follows it. What is under way from here keeps its memory until the
  * network says that it is over; putget_destroy waits for that. */
-PUTGET_API putget_status putget_nodes_leave(putget_alltoall* object);
+PUTGET_API putget_status putget_domains_leave(putget_alltoall* object);
 
 #ifdef __cplusplus
 }
 #endif
 
-#endif /* PUTGET_NODES_H */
+#endif /* PUTGET_DOMAINS_H */
