@@ -72,16 +72,16 @@ typedef struct putget_domains_config {
 /* `shared`: of the second memory. `inbox`: of the third one, 0 where rows wait in host memory. `own`: what the object
  * has beside them, on this rank. */
 PUTGET_API putget_status putget_domains_bytes(const putget_config* config, const putget_domains_config* domains,
-                                            uint64_t* shared, uint64_t* inbox, uint64_t* own);
+                                              uint64_t* shared, uint64_t* inbox, uint64_t* own);
 /* `shared` is memory of the CPU, `inbox` of the object's GPU, or null where rows wait in host memory. The tables
  * outlive the object. Again only after putget_domains_leave, on memories of its own. */
 PUTGET_API putget_status putget_domains_create(const putget_domains_config* config, putget_alltoall* object,
-                                             putget_memory* shared, putget_memory* inbox, putget_network* network);
+                                               putget_memory* shared, putget_memory* inbox, putget_network* network);
 /* The data that other domains need to write here. Copies at most `*bytes` of it; `*bytes` becomes its length. */
 PUTGET_API putget_status putget_domains_card(putget_alltoall* object, uint8_t* card, uint64_t* bytes);
 /* With a rank of another domain, from its card. */
 PUTGET_API putget_status putget_domains_connect(putget_alltoall* object, uint32_t rank, const uint8_t* card,
-                                              uint64_t bytes);
+                                                uint64_t bytes);
 PUTGET_API putget_status putget_domains_start(putget_alltoall* object);
 PUTGET_API putget_status putget_domains_run(putget_alltoall* object);
 /* Ends the object's part at once, for other active ranks: nothing of other ranks is written here any more, and rounds
