@@ -13,8 +13,8 @@ import putget
 from tests.harness import Rank, run_ranks
 from tests.harness.run import fresh_ranks
 
-pt = pytest.importorskip("putget_transfer", reason="putget_transfer is not built: see `make transfer`")
 pytest.importorskip("putget_transfer._native", reason="putget_transfer is not built: see `make transfer`")
+import putget_transfer as pt
 
 LONG_S = 60.0
 SECRET = b"of this test's two engines"
