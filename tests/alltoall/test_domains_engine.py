@@ -61,8 +61,9 @@ class Writes:
         self._engine.submit_single_write(BYTES, 40, (self._source, 0), (self._desc, 0)).wait(LONG_S)
         self._engine.expect_imm_count(40, self._sent, deadline_s=LONG_S).wait(LONG_S)
         came = bytes(self._target.read(0, BYTES)) == bytes([1 - self._rank + self._sent]) * BYTES
-        gather(None)  # nobody overwrites what the other has not read
-        return came and self._engine.imm_count(40) == self._sent
+        counted = self._engine.imm_count(40) == self._sent
+        gather(None)  # the next write comes after both ranks have looked
+        return came and counted
 
 
 def round_of(a2a: putget.AllToAll, scale: float) -> float:
