@@ -69,7 +69,7 @@ def test_functions_of_the_balancers_c_interface_are_on_the_page() -> None:
 
 def test_functions_of_rounds_across_domains_are_on_the_page() -> None:
     header = (NATIVE / "include" / "putget_domains.h").read_text()
-    named = set(re.findall(r"`(putget_n\w+)`", page("putget_domains_h")))
+    named = set(re.findall(r"`(putget_(?:network|domains)_\w+)`", page("putget_domains_h")))
     assert named == set(re.findall(r"^PUTGET_API \w+ (putget_\w+)\(", header, re.MULTILINE))
 
 
