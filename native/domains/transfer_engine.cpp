@@ -20,9 +20,9 @@ constexpr size_t kMostPosts = 1 << 12;  // that wait for the engine's thread, fo
 constexpr double kHeartbeat = 1, kHeartbeatLost = 20, kWriteDeadline = 30, kConnect = 10;
 constexpr auto kBetweenLooks = std::chrono::microseconds(200);
 
-// A network reserves one of these ranges, each of PUTGET_TRANSPORT_IMMS immediates. The first sixteenth of all
-// immediates is left to callers, the last one to ranges that the engine chooses.
-constexpr uint32_t kFirstRange = 1, kRanges = 14;
+// On a shared engine a network reserves a range of immediates between these two. The first sixteenth of all immediates
+// is left to callers, the last one to ranges that the engine chooses.
+constexpr uint64_t kFirstImm = uint64_t{1} << 28, kEndImm = uint64_t{15} << 28;
 // Networks of one process begin with another range each, so that a late write of an ended network counts nowhere.
 std::atomic<uint32_t> next_range{0};
 constexpr size_t kImmBytes = sizeof(uint32_t);  // behind an address: the first immediate of its end
@@ -118,15 +118,18 @@ void TransferEngine::make_engine(const EngineOptions& options, const std::string
   library_.check(library_.pt_engine_create(&made, &engine_), what);
 }
 
+// Throws Error, with the engine's words on how many are free.
 void TransferEngine::reserve(const std::string& what) {
   const std::string owner = "putget: rounds across domains, rank " + std::to_string(rank_);
-  int status = PT_INVALID;
-  for (uint32_t tried = 0; tried < kRanges && status == PT_INVALID; ++tried) {
-    const uint32_t range = kFirstRange + next_range.fetch_add(1, std::memory_order_relaxed) % kRanges;
-    status = library_.pt_reserve_imms(engine_, owner.c_str(), 1, range * PUTGET_TRANSPORT_IMMS, PUTGET_TRANSPORT_IMMS,
-                                      &imms_, &first_imm_);
+  sender_bits_ = sender_bits(ranks_);
+  const auto count = static_cast<uint32_t>(range_imms(sender_bits_));
+  const uint32_t ranges = static_cast<uint32_t>((kEndImm - kFirstImm) / count);
+  for (uint32_t tried = 0; tried < ranges; ++tried) {
+    const uint32_t range = next_range.fetch_add(1, std::memory_order_relaxed) % ranges;
+    const uint32_t first = static_cast<uint32_t>(kFirstImm) + range * count;
+    if (library_.pt_reserve_imms(engine_, owner.c_str(), 1, first, count, &imms_, &first_imm_) == PT_OK) return;
   }
-  library_.check(status, what);
+  library_.check(library_.pt_reserve_imms(engine_, owner.c_str(), 0, 0, count, &imms_, &first_imm_), what);
 }
 
 void TransferEngine::open(const EngineOptions& options) {
@@ -135,10 +138,10 @@ void TransferEngine::open(const EngineOptions& options) {
   if (is_shared) {
     library_.check(library_.pt_engine_share(options.engine, &engine_), what);
     write_deadline_ = kWriteDeadline;
+    reserve(what);
   } else {
     make_engine(options, what);
   }
-  reserve(what);
   const bool chooses = options.nics.empty();
   pt_poster* poster = nullptr;
   int status = PT_OK;
@@ -266,20 +269,21 @@ int TransferEngine::add_target(void* self, uint32_t peer, const uint8_t* descrip
 
 int TransferEngine::counter_word(void* self, uint32_t imm, const uint64_t** word) {
   TransferEngine& end = *static_cast<TransferEngine*>(self);
-  if (imm >= PUTGET_TRANSPORT_IMMS) return end.refuse("no such immediate");
-  return end.tell(end.library_.pt_imm_word(end.engine_, end.first_imm_ + imm, word));
+  if (!has_place(imm, end.sender_bits_)) return end.refuse("no such sender");
+  const uint32_t counted = end.first_imm_ + place_in_range(imm, end.sender_bits_);
+  return end.tell(end.library_.pt_imm_word(end.engine_, counted, word));
 }
 
 int TransferEngine::write(void* self, const putget_transport_write* write) {
   TransferEngine& end = *static_cast<TransferEngine*>(self);
   const Target* const target = end.targets_[write->target];
-  if (target == nullptr || write->imm >= PUTGET_TRANSPORT_IMMS) return end.refuse("no such target or immediate");
+  if (target == nullptr || !has_place(write->imm, end.sender_bits_)) return end.refuse("no such target or sender");
   const pt_mr* const source = write->bytes == 0 ? nullptr : end.regions_[write->region];
   pt_submit submit{};
   submit.size = sizeof(submit);
   submit.nic = submit.device_group = -1;
   submit.has_imm = 1;
-  submit.imm = target->first_imm + write->imm;
+  submit.imm = target->first_imm + place_in_range(write->imm, end.sender_bits_);
   submit.deadline = end.write_deadline_;
   submit.word = write->over;
   // A message's parcels take NICs by turns.

@@ -10,6 +10,7 @@
 #include "domains/engine_library.h"
 #include "domains/network.h"
 #include "domains/numbered.h"
+#include "protocol/domains/parcel.h"
 
 namespace putget::proxy {
 
@@ -63,7 +64,9 @@ class TransferEngine : public Network {
   const uint32_t rank_;
   const uint32_t ranks_;
   pt_engine* engine_ = nullptr;  // a handle of this object's own
+  // Immediates: all of them on an engine of this object's own, otherwise a range.
   pt_imms* imms_ = nullptr;
+  uint32_t sender_bits_ = kSenderBits;
   uint32_t first_imm_ = 0;           // here; each peer has one of its own
   double write_deadline_ = 0;        // 0: the engine's
   std::vector<pt_poster*> posters_;  // one per NIC, by turns

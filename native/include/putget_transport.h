@@ -29,7 +29,6 @@ extern "C" {
 
 #define PUTGET_TRANSPORT_VERSION 1
 #define PUTGET_TRANSPORT_MAGIC 0x70757474u /* "putt" */
-#define PUTGET_TRANSPORT_IMMS (1u << 28)   /* immediates, from 0 on, that writes and counters of one table have */
 
 typedef enum putget_transport_status {
   PUTGET_TRANSPORT_OK = 0,
@@ -42,7 +41,7 @@ typedef enum putget_transport_status {
 /* One write to a peer. With `bytes` 0 the immediate travels alone. */
 typedef struct putget_transport_write {
   uint32_t size;       /* sizeof(putget_transport_write) */
-  uint32_t imm;        /* counted by the target; below PUTGET_TRANSPORT_IMMS */
+  uint32_t imm;        /* counted by the target; the lower 11 bits are the writer's rank */
   uint32_t region;     /* source, of add_region; of no meaning if `bytes` is 0 */
   uint32_t target;     /* of add_target */
   uint64_t src_offset; /* bytes from the region's start */

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import putget
+from putget.group.networks import EngineNetwork
 from tests.harness import Rank, run_ranks
 from tests.harness.run import fresh_ranks
+from tests.protocol.transports import End, Over, eventually
 
 pytest.importorskip("putget_transfer._native", reason="putget_transfer is not built: see `make transfer`")
 import putget_transfer as pt
@@ -103,6 +106,39 @@ def test_two_networks_and_plain_writes_share_one_engine(provider: str) -> None:
     assert run_ranks(2, share, provider) == [wanted] * 2
 
 
+@PROVIDERS
+def test_immediates_of_two_networks_on_one_engine_count_apart(provider: str) -> None:
+    """Both ranks write under the same immediates in two networks, different numbers of times."""
+    random = Random(5)
+    with build(provider) as first, build(provider) as second:
+        engines = (first, second)
+        # Ranges differ between the ranks: the second rank makes its networks the other way round.
+        made = {(rank, name): end_on(engines[rank], rank) for rank in range(2) for name in ("ab", "ba")[rank]}
+        imms = [random.getrandbits(21) << 11 | sender for _ in range(40) for sender in range(2)]
+        counters = {(*key, imm): end.counter(imm) for key, end in made.items() for imm in imms}
+        memory = bytearray(64)
+        regions = {key: end.add_region(memory) for key, end in made.items()}
+        targets = {
+            (rank, name): end.target_at(made[1 - rank, name], regions[1 - rank, name])
+            for (rank, name), end in made.items()
+        }
+        wanted = {key: random.randrange(4) for key in counters}
+        posts = [key for key, count in wanted.items() for _ in range(count)]
+        random.shuffle(posts)
+        over = Over()
+        for rank, name, imm in posts:
+            made[1 - rank, name].write(over, imm, targets[1 - rank, name])
+        eventually("writes are not over", lambda: over.over == len(posts))
+        eventually("writes are not counted", lambda: sum(counter() for counter in counters.values()) == len(posts))
+        assert {key: counter() for key, counter in counters.items()} == wanted
+        with pytest.raises(AssertionError, match="no such sender"):
+            made[0, "a"].counter(2)
+
+
+def end_on(engine: pt.Engine, rank: int) -> End:
+    return End(EngineNetwork(rank, 2, "auto", (), b"", "auto", engine), rank)
+
+
 def close_under_rounds(rank: Rank) -> str:
     """A body: rank 1 closes its engine between two rounds, and both ranks raise instead of waiting without end."""
     engine = build("tcp")
@@ -150,9 +186,23 @@ def closed(rank: Rank) -> str:
     return str(raised.value)
 
 
+def full(rank: Rank) -> str:
+    """A body: rank 1's engine has one immediate that is free."""
+    with build("host") as engine:
+        network = putget.Network(domain_size=1, engine=engine)
+        taken = engine.reserve_imms("all but the last", 0, 2**32 - 1) if rank.rank == 1 else None
+        with pytest.raises(ValueError) as raised:
+            putget.Communicator(network=network)
+        del taken
+        putget.Communicator(network=network).close()
+    return str(raised.value)
+
+
 def test_engines_that_cannot_be_are_named_on_all_ranks() -> None:
     words = "network engine differs between ranks: rank 0 has the caller's, rank 1 has none"
     assert run_ranks(2, unequal) == [words] * 2
+    words = f"rank 1: network engine: count: {2**22} came; 1 are free, at most 1 in a row"
+    assert run_ranks(2, full) == [words] * 2
     words = "rank 1: engine is <Engine closed>, expected an open one of this process: "
     for said in run_ranks(2, closed):
         assert said.startswith(words)

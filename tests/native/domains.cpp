@@ -265,8 +265,8 @@ class World {
 
   void check_arrival(const proxy::Arrival& arrival) {
     const Splits splits(*domains_, story_.shape);
-    const uint32_t kind = arrival.imm >> 25;
-    const uint32_t sender = arrival.imm & 127;
+    const uint32_t kind = arrival.imm >> 29;
+    const uint32_t sender = arrival.imm & 2047;
     const bool back = kind >= static_cast<uint32_t>(ParcelKind::kReturn);
     const uint32_t region = back ? regions_[arrival.end].return_inbox : regions_[arrival.end].inbox;
     const uint64_t begin =

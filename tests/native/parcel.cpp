@@ -154,6 +154,38 @@ bool immediates() {
     }
   }
   EXPECT(seen.size() == 3 * 81, "%zu immediates differ", seen.size());
+  const uint32_t imm = parcel_imm(ParcelKind::kAsking, 62, 5, 33, 1027);
+  EXPECT(imm == (7u << 29 | 62u << 23 | 5u << 17 | 33u << 11 | 1027u), "%x", imm);
+  return true;
+}
+
+// The layout in a range: each immediate of a sender has a place of its own, and no place lies outside.
+bool ranges() {
+  const uint32_t others = 1u << (32 - kSenderBits);
+  for (uint32_t ranks : {2u, 3u, 5u, 16u, 17u, 100u, 128u, 129u, 1025u, 2048u}) {
+    const uint32_t bits = sender_bits(ranks);
+    EXPECT((1u << bits) >= ranks && (1u << bits) < 2 * ranks, "%u bits for %u ranks", bits, ranks);
+    EXPECT(range_imms(bits) == uint64_t{others} << bits, "%u ranks", ranks);
+    EXPECT(bits == kSenderBits || !has_place(1u << bits, bits), "%u ranks", ranks);
+    std::set<uint32_t> seen;
+    uint32_t made = 0;
+    for (uint32_t rest = 0; rest < others; rest += rest < 65 || rest > others - 65 ? 1 : 4093) {
+      for (uint32_t sender = 0; sender < ranks; sender += 1 + sender / 3, ++made) {
+        const uint32_t place = place_in_range(rest << kSenderBits | sender, bits);
+        EXPECT(place < range_imms(bits), "place %u of %u ranks", place, ranks);
+        EXPECT(has_place(sender, bits), "rank %u of %u", sender, ranks);
+        seen.insert(place);
+      }
+      seen.insert(place_in_range(rest << kSenderBits | (ranks - 1), bits));
+    }
+    EXPECT(seen.size() >= made, "%zu of %u places differ for %u ranks", seen.size(), made, ranks);
+    EXPECT(*seen.rbegin() == range_imms(bits) - (1u << bits) + ranks - 1, "the last of %u ranks", ranks);
+  }
+  EXPECT(sender_bits(1) == 0 && sender_bits(128) == 7 && range_imms(7) == 1u << 28, "ranges of 128 ranks");
+  // A network of its own has all immediates, as they are.
+  for (uint32_t imm : {0u, 1u, 2047u, 2048u, 0x89abcdefu, ~0u}) {
+    EXPECT(place_in_range(imm, kSenderBits) == imm && range_imms(kSenderBits) == uint64_t{1} << 32, "%x", imm);
+  }
   return true;
 }
 
@@ -296,8 +328,8 @@ bool bad_messages() {
 }  // namespace putget
 
 int main() {
-  return putget::agents() && putget::sizes() && putget::immediates() && putget::counts() && putget::forged_headers() &&
-                 putget::bad_messages()
+  return putget::agents() && putget::sizes() && putget::immediates() && putget::ranges() && putget::counts() &&
+                 putget::forged_headers() && putget::bad_messages()
              ? 0
              : 1;
 }

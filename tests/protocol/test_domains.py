@@ -33,7 +33,14 @@ MISTAKES = {
     "the split behind the own domain": (DOMAINS, "? domain : domain - 1", "? domain : domain"),
     "the header's bytes in a write": (PARCEL, "- around) / (shape", ") / (shape"),
     "a message of too many parcels": (PARCEL, "rows < least ? 0 : static", "rows == 0 ? 0 : static"),
-    "the sender of an immediate": (PARCEL, "(sender & (kMaxRanks - 1))", "(sender & 63)"),
+    "the sender of an immediate": (PARCEL, "(sender & 2047)", "(sender & 63)"),
+    "senders of a range that meet": (
+        PARCEL,
+        "while (ranks > uint64_t{1} << bits)",
+        "while (ranks > uint64_t{2} << bits)",
+    ),
+    "a range that is too short": (PARCEL, "(32 - kSenderBits + bits)", "(31 - kSenderBits + bits)"),
+    "the place in a range": (PARCEL, "imm >> kSenderBits << bits |", "imm >> (kSenderBits + 1) << bits |"),
     "more rows than the split has": (PARCEL, " || header.rows > shape.max_tokens", ""),
     "more parcels than have landed": (PARCEL, "header.num_parcels != num_parcels || ", ""),
     "rows of a parcel": (

@@ -120,8 +120,7 @@ struct ParcelShape {
   }
 };
 
-// An immediate, from its upper bits: kind 3 bits, generation 6, workspace 6, parcel 6, sender 7. One network uses
-// kParcelImms of them, from 0 on.
+// An immediate, from its upper bits: kind 3 bits, generation 6, workspace 6, parcel 6, sender 11.
 enum class ParcelKind : uint32_t {
   kParcel = 0,       // of a message, not its last one
   kLastParcel = 1,   // its number says how many there are
@@ -132,11 +131,26 @@ enum class ParcelKind : uint32_t {
   kWaitingHigh = 6,  // the same, ranks 64 to 127
   kAsking = 7,       // nothing: whether it arrives is the answer
 };
-constexpr uint32_t kParcelImms = 1u << 28;
+constexpr uint32_t kSenderBits = 11;
 PUTGET_PURE uint32_t parcel_imm(ParcelKind kind, uint32_t generation, uint32_t workspace, uint32_t parcel,
                                 uint32_t sender) {
-  return static_cast<uint32_t>(kind) << 25 | (generation & 63) << 19 | (workspace & 63) << 13 | (parcel & 63) << 7 |
-         (sender & (kMaxRanks - 1));
+  return static_cast<uint32_t>(kind) << 29 | (generation & 63) << 23 | (workspace & 63) << 17 | (parcel & 63) << 11 |
+         (sender & 2047);
+}
+
+// Networks that share a counter of each immediate take a range each. There the sender has as many bits as tell `ranks`
+// apart. All ranks know their number, so all of them have the same layout.
+PUTGET_PURE uint32_t sender_bits(uint32_t ranks) {
+  uint32_t bits = 0;
+  while (ranks > uint64_t{1} << bits) ++bits;
+  return bits;
+}
+// The length of a range.
+PUTGET_PURE uint64_t range_imms(uint32_t bits) { return uint64_t{1} << (32 - kSenderBits + bits); }
+PUTGET_PURE bool has_place(uint32_t imm, uint32_t bits) { return (imm & 2047) >> bits == 0; }
+// The place of an immediate in a range that has one for its sender.
+PUTGET_PURE uint32_t place_in_range(uint32_t imm, uint32_t bits) {
+  return imm >> kSenderBits << bits | (imm & ((1u << bits) - 1));
 }
 
 // The sender that a message is expected from, and the round.

@@ -17,7 +17,8 @@ impl Reserved {
         let begin = match first {
             Some(first) => first,
             None => Self::gap(&taken, count).ok_or_else(|| {
-                Error::argument("count", format!("{count} came; there are not so many free in a row"))
+                let (free, most) = Self::free(&taken);
+                Error::argument("count", format!("{count} came; {free} are free, at most {most} in a row"))
             })?,
         };
         let Some(end) = begin.checked_add(count - 1) else {
@@ -45,6 +46,18 @@ impl Reserved {
         end.checked_sub(u64::from(count)).map(|first| first as u32)
     }
 
+    /// How many belong to nobody, and how many of them in a row.
+    fn free(taken: &[(u32, u32, String)]) -> (u64, u64) {
+        let (mut free, mut most, mut from) = (0, 0, 0);
+        let ends = taken.iter().map(|(first, last, _)| (u64::from(*first), u64::from(*last) + 1));
+        for (first, next) in ends.chain([(u64::from(u32::MAX) + 1, 0)]) {
+            free += first - from;
+            most = most.max(first - from);
+            from = next;
+        }
+        (free, most)
+    }
+
     pub fn release(&self, begin: u32) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).retain(|(first, ..)| *first != begin);
     }
@@ -67,7 +80,9 @@ mod tests {
         assert_eq!(reserved.reserve("more", None, 1)?, u32::MAX - 16);
         assert!(reserved.reserve("none", Some(1), 0).is_err());
         assert!(reserved.reserve("many", Some(u32::MAX - 1), 3).is_err());
-        assert!(reserved.reserve("many", None, u32::MAX).is_err());
+        let error = reserved.reserve("many", None, u32::MAX).unwrap_err().to_string();
+        let words = format!("{} came; {} are free, at most {} in a row", u32::MAX, (1_u64 << 32) - 68, u32::MAX - 167);
+        assert!(error.contains(&words), "{error}");
         reserved.release(100);
         assert_eq!(reserved.reserve("weights", Some(149), 1)?, 149);
         Ok(())
