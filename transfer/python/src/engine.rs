@@ -302,7 +302,8 @@ impl PyBuilder {
         let builder = self.take()?;
         let engine = py.allow_threads(|| builder.build())?;
         let (identity, held) = (bindings::identity(&engine), std::mem::take(&mut self.held));
-        let engine = Py::new(py, PyEngine { engine: Mutex::new(Some(engine)), identity, held, handle: OnceLock::new() })?;
+        let engine =
+            Py::new(py, PyEngine { engine: Mutex::new(Some(engine)), identity, held, handle: OnceLock::new() })?;
         py.import("putget_transfer._lifetime")?.call_method1("remember", (engine.clone_ref(py),))?;
         Ok(engine)
     }
