@@ -162,6 +162,8 @@ bool immediates() {
 // The layout in a range: each immediate of a sender has a place of its own, and no place lies outside.
 bool ranges() {
   const uint32_t others = 1u << (32 - kSenderBits);
+  std::vector<uint32_t> rests = {others - 1};
+  for (uint32_t rest = 0; rest < others; rest += rest < 65 ? 1 : 4093) rests.push_back(rest);
   for (uint32_t ranks : {2u, 3u, 5u, 16u, 17u, 100u, 128u, 129u, 1025u, 2048u}) {
     const uint32_t bits = sender_bits(ranks);
     EXPECT((1u << bits) >= ranks && (1u << bits) < 2 * ranks, "%u bits for %u ranks", bits, ranks);
@@ -169,7 +171,7 @@ bool ranges() {
     EXPECT(bits == kSenderBits || !has_place(1u << bits, bits), "%u ranks", ranks);
     std::set<uint32_t> seen;
     uint32_t made = 0;
-    for (uint32_t rest = 0; rest < others; rest += rest < 65 || rest > others - 65 ? 1 : 4093) {
+    for (uint32_t rest : rests) {
       for (uint32_t sender = 0; sender < ranks; sender += 1 + sender / 3, ++made) {
         const uint32_t place = place_in_range(rest << kSenderBits | sender, bits);
         EXPECT(place < range_imms(bits), "place %u of %u ranks", place, ranks);
