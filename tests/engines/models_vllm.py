@@ -1,7 +1,7 @@
 """Several models in vLLM on two expert-parallel CPU ranks, and in one process: greedy tokens of each.
 
-python -m tests.engines.models_vllm FOLDER: writes FOLDER/MODEL.DTYPE.RANKS.RANK. DeepSeek-V3 is not among them: vLLM
-for CPUs does not run it, with or without putget.
+python -m tests.engines.models_vllm FOLDER: writes FOLDER/MODEL.DTYPE.RANKS.RANK. DeepSeek-V3 is not among them: on a
+CPU its attention in vLLM depends on the batch, with or without putget.
 """
 
 from __future__ import annotations
