@@ -21,9 +21,9 @@ def engine(network: str) -> pt.Engine:
     return builder.build()
 
 
-def cache(owner: pt.Engine) -> tuple[np.ndarray, kv.KvCache]:
+def cache(owner: pt.Engine, num_pages: int = PAGES) -> tuple[np.ndarray, kv.KvCache]:
     """Return pages and the cache of a rank."""
-    pages = np.zeros([LAYERS, PAGES, TOKENS, BYTES], dtype=np.uint8)
+    pages = np.zeros([LAYERS, num_pages, TOKENS, BYTES], dtype=np.uint8)
     common = {"layout": "LBNC", "page_tokens": TOKENS, "num_kv_heads": 1, "packed": False, "context_bytes": 8}
     return pages, kv.KvCache(owner, {"model": pages}, **common)
 

@@ -122,7 +122,7 @@ def test_a_stopped_prefiller_that_goes_on_changes_no_page_in_use(
 ) -> None:
     prefiller = start()
     pages = list(range(COUNT))
-    for round_ in range(int(os.environ.get("PUTGET_TRANSFER_ROUNDS", "2"))):
+    for round_ in range(int(os.environ.get("PUTGET_TRANSFER_ROUNDS", "1"))):
         name, value = f"r{round_}", 1 + round_ % 80
         receive = decode.ask(prefiller, name, pages)
         decode.poll_until(lambda receive=receive: receive.state == "accepted")
