@@ -34,7 +34,7 @@ test-python: build spin
 	@$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # Each engine has an environment of its own under build/, with the native library of this checkout.
-ENGINES := transformers sglang vllm
+ENGINES := transformers sglang vllm aiperf
 
 test-engines: engines transfer-package ## Run SGLang, vLLM and transformers on CPU ranks, token for token (installs them into build)
 	@PUTGET_TEST_ENGINES=1 $(BIN)/python -m pytest tests/engines $(PYTEST_ARGS)

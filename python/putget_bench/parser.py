@@ -27,13 +27,14 @@ def build_parser() -> Parser:
     parser = Parser(prog="putget", description="One-sided dispatch and combine for mixture-of-experts inference.")
     parser.add_argument("--version", action="version", version=f"putget {putget.__version__}")
     commands = parser.add_subparsers(
-        dest="command", metavar="{bench,ablate,balance,simulate,serve,doctor,roofline,demo}"
+        dest="command", metavar="{bench,ablate,balance,simulate,serve,serve-bench,doctor,roofline,demo}"
     )
     _add_bench(commands.add_parser("bench", help="time dispatch and combine", allow_abbrev=False))
     _add_ablate(commands.add_parser("ablate", help="what each idea of putget is worth", allow_abbrev=False))
     _add_balance(commands.add_parser("balance", help="where experts lie: plan, simulate, show", allow_abbrev=False))
     _add_simulate(commands.add_parser("simulate", help="groups that span hosts, in virtual time", allow_abbrev=False))
     _add_serve(commands.add_parser("serve", help="a transformers model behind an OpenAI interface", allow_abbrev=False))
+    _add_serve_bench(commands.add_parser("serve-bench", help="what clients of a server see", allow_abbrev=False))
     _add_doctor(commands.add_parser("doctor", help="what this machine can do, and what is missing", allow_abbrev=False))
     _add_roofline(commands.add_parser("roofline", help="measure the link", allow_abbrev=False))
     _add_demo(commands.add_parser("demo", help="a DeepSeek-V3-shaped layer, checked and timed", allow_abbrev=False))
@@ -183,6 +184,31 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     add("--timeout_s", type=float, default=20.0, metavar="S", help="wait for another rank in a pass (%(default)s)")
     add("--setup_timeout_s", type=float, default=600.0, metavar="S", help="deadline of the start (%(default)s)")
     parser.set_defaults(module="run_serve")
+
+
+def _add_serve_bench(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Sends requests to a server with OpenAI's interface (putget's, vLLM's, SGLang's), and says when tokens came, "
+        "how many, and how long its ranks waited for each other. The requests are aiperf's."
+    )
+    add = parser.add_argument
+    add("--url", default="http://127.0.0.1:8000", help="the server (%(default)s)")
+    add("--model", metavar="NAME", help="its name there (the first one that the server has)")
+    add("--tokenizer", metavar="PATH", help="folder or hub name of the tokenizer that prompts are made with (--model)")
+    add("--rates", default="1,2,4", metavar="LIST", help="requests a second, at random times (%(default)s)")
+    add("--concurrency", metavar="LIST", help="requests under way at once, instead of --rates")
+    add("--requests", type=int, default=100, metavar="N", help="requests of each load (%(default)s)")
+    add("--prompt_tokens", type=int, default=128, metavar="N", help="of a prompt, mean (%(default)s)")
+    add("--prompt_stddev", type=int, default=0, metavar="N", help="standard deviation of these (%(default)s)")
+    add("--output_tokens", type=int, default=64, metavar="N", help="of an answer, mean (%(default)s)")
+    add("--output_stddev", type=int, default=0, metavar="N", help="standard deviation of these (%(default)s)")
+    add("--no_stream", action="store_true", help="answers come whole")
+    add("--timeout_s", type=float, default=120.0, metavar="S", help="deadline of a request (%(default)s)")
+    add("--seed", type=int, default=0, metavar="N", help="of arrivals, lengths and prompts (%(default)s)")
+    add("--output_file", metavar="FILE", help="write the report as JSON (docs/reference/serve_json.md)")
+    add("--plot", metavar="FILE", help="draw times, tokens a second and waits over the load (.png, .svg, .pdf)")
+    _add_commit(parser)
+    parser.set_defaults(module="run_serve_bench")
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:

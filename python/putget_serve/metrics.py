@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,7 +43,11 @@ def text(manager: Any, garbage: Garbage) -> str:
             {f'{rank},tokens="some"': step.number - step.idle_passes, f'{rank},tokens="none"': step.idle_passes},
         ),
     ]
+    lines += _waits(spread.waits, rank) if manager.model.device.type == "cpu" else []
     lines += [
+        "# HELP process_cpu_seconds_total Processor time of the rank's process.",
+        "# TYPE process_cpu_seconds_total counter",
+        f"process_cpu_seconds_total{{{rank}}} {time.process_time()}",
         *_of("garbage_runs_total", "counter", "Garbage collections between passes.", {rank: garbage.runs}),
         *_of("garbage_seconds_total", "counter", "Processor time of these.", {rank: garbage.seconds}),
         *_of("garbage_longest_seconds", "gauge", "Processor time of the longest.", {rank: garbage.longest_s}),
@@ -54,6 +60,20 @@ def text(manager: Any, garbage: Garbage) -> str:
         ]
     rounds = spread.layers[0].all_to_all
     return "\n".join(lines) + "\n" + ("" if rounds is None else rounds.metrics_text())
+
+
+def _waits(waits: Any, rank: str) -> list[str]:
+    """A histogram of the time that a pass spends in rounds."""
+    name = "putget_serve_pass_wait_seconds"
+    marks = [*(f"{bound:g}" for bound in waits.BOUNDS_S), "+Inf"]
+    counts = list(itertools.accumulate(waits.counts))
+    return [
+        f"# HELP {name} Time in rounds of a pass with tokens: the wait for slower ranks, and the copies.",
+        f"# TYPE {name} histogram",
+        *(f'{name}_bucket{{{rank},le="{mark}"}} {count}' for mark, count in zip(marks, counts, strict=True)),
+        f"{name}_sum{{{rank}}} {waits.seconds}",
+        f"{name}_count{{{rank}}} {counts[-1]}",
+    ]
 
 
 def _of(name: str, kind: str, what: str, values: Mapping[str, float]) -> list[str]:

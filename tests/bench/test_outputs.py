@@ -68,6 +68,8 @@ def test_a_path_is_tried_and_left_alone(tmp_path: Path) -> None:
         ("ablate", "--device", "cpu", "--output_file"),
         ("roofline", "--device", "cpu", "--output_file"),
         ("demo", "--device", "cpu", "--plot"),
+        ("serve-bench", "--output_file"),
+        ("serve-bench", "--plot"),
     ],
 )
 def test_every_command_refuses_a_path_before_its_work(

@@ -16,7 +16,7 @@ SUFFIXES = (".md", ".py", ".pyi", ".rs", ".ipynb", ".h", ".yml", ".cuda", ".cpu"
 INSTALL = re.compile(r"pip install (?P<words>[^\n`|\")]+)")
 OURS = re.compile(r"putget(_transfer)?\b")
 MAKE = re.compile(r"(?:`|\$ )make (?P<target>[a-z][a-z-]*)")
-PUTGET = re.compile(r"(?:`|\$ )putget (?P<command>[a-z]+)\b")
+PUTGET = re.compile(r"(?:`|\$ )putget (?P<command>[a-z]+(?:-[a-z]+)*)\b")
 
 
 def texts() -> Iterator[tuple[str, str]]:
@@ -35,7 +35,7 @@ def wrong_installs(text: str) -> Iterator[str]:
         command = re.split(r"[;:,.](?=\s|$)|  +#| # | \$ ", found["words"])[0]
         for word in command.split():
             folder, _, names = word.strip("'\"").partition("[")
-            unknown = set(re.findall(r"\w+", names)) - extras
+            unknown = set(re.findall(r"[\w-]+", names)) - extras
             if OURS.match(folder) or (folder.startswith(".") and (unknown or not (ROOT / folder).exists())):
                 yield f"pip install {command}"
 
@@ -53,7 +53,7 @@ def test_targets_of_make_are_there() -> None:
 
 def test_commands_of_putget_are_there() -> None:
     source = (ROOT / "python" / "putget_bench" / "parser.py").read_text()
-    commands = set(re.findall(r'add_parser\(\s*"(\w+)"', source))
+    commands = set(re.findall(r'add_parser\(\s*"([\w-]+)"', source))
     assert "doctor" in commands
     wrong = {f"{name}: putget {c}" for name, text in texts() for c in PUTGET.findall(text) if c not in commands}
     assert not wrong, "\n".join(sorted(wrong))

