@@ -118,17 +118,21 @@ def test_ranks_that_are_killed_at_random_moments_take_no_other_stream_along(tmp_
 
 
 @pytest.mark.soak
-def test_a_tiny_model_continues_the_readme(tmp_path: Path) -> None:
-    """Three kinds, trained here; two of them behind `putget serve`."""
-    run("transformers", "-m", "tests.engines.serve_tiny", tmp_path)
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_a_trained_model_says_behind_the_server_what_it_says_alone(kind: str, tmp_path: Path) -> None:
+    """1 to 64 requests at once, then one rank with work and three without; experts stay, or move."""
+    run("transformers", "-m", "tests.engines.serve_tiny", tmp_path, kind, OMP_NUM_THREADS="2")
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     prompt = "putget is the communication layer for"
     behind = readme[readme.index(prompt) + len(prompt) :]
-    texts = json.loads((tmp_path / "found.json").read_text())
-    assert set(texts) == {"qwen3_moe", "gpt_oss", "deepseek_v3"}
-    for kind, text in texts.items():
-        assert len(text) > 20, kind
-        assert behind.startswith(text), kind
+    found = json.loads((tmp_path / "found.json").read_text())[kind]
+    for balance in ("off", "online"):
+        served = found[balance]
+        assert len(served["continuation"]) > 20
+        assert behind.startswith(served["continuation"]), served["continuation"]
+        assert served["texts"] == found["alone"]
+        assert re.search(r'putget_serve_passes_total\{rank="\d",tokens="none"\} [1-9]', served["metrics"])
+        assert served["exit"] == 0
 
 
 @pytest.fixture(scope="module")
