@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -93,3 +97,100 @@ def test_a_refusal_of_any_length_reaches_the_others(letter: str) -> None:
         assert message.startswith("rank 1: " + letter * 100)
         assert f"{len(messages[1])} characters in all" in message
         assert len(message) < 1 << 20
+
+
+PROMPT_S = 30.0
+
+
+def meshes(size: int) -> list[Mesh]:
+    """Ranks of this process."""
+    sockets: list[dict[int, socket.socket]] = [{} for _ in range(size)]
+    for rank in range(size):
+        for peer in range(rank):
+            sockets[rank][peer], sockets[peer][rank] = socket.socketpair()
+    return [Mesh(rank, connections, one_host=True) for rank, connections in enumerate(sockets)]
+
+
+def call(mesh: Mesh, what: str) -> None:
+    """A collective call of two steps."""
+
+    def body() -> None:
+        for step in range(2):
+            mesh.exchange(f"{what} {step}", {}, members=range(len(mesh.peers) + 1), timeout_s=120.0)
+
+    mesh.within(what, body, ends_together=True)
+
+
+def leave_late(mesh: Mesh, what: str) -> None:
+    """Leaves behind the last message, once the others have sent the first one of their next call."""
+    wait = mesh.wait
+
+    def wait_and_leave(look: Any, missing: Any, deadline: Any, phase: str, where: str = "") -> None:
+        if "'end'" not in where:
+            wait(look, missing, deadline, phase, where=where)
+            return
+        end = time.monotonic() + PROMPT_S
+        while not all(any(one.fields["attempt"] > mesh.number for one in peer.inbox) for peer in mesh.peers.values()):
+            assert time.monotonic() < end, "the others do not go on"
+            for peer in mesh.peers.values():
+                peer.receive_all()
+        raise KeyboardInterrupt
+
+    mesh.wait = wait_and_leave  # type: ignore[method-assign, assignment]
+    try:
+        call(mesh, what)
+    finally:
+        mesh.__dict__.pop("wait")
+
+
+def hold_back(mesh: Mesh, leaver: int, may_read: Callable[[], bool]) -> None:
+    """From its next call on, reads nothing of a rank until it may."""
+    peer = mesh.peers[leaver]
+    receive, first = peer._receive, mesh.number + 1
+
+    def receive_later() -> bool:
+        return receive() if mesh.number <= first or may_read() else False
+
+    peer._receive = receive_later  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("other", ["second", "first"])
+@pytest.mark.parametrize("leaver", [0, 2])
+def test_a_retry_takes_nothing_of_a_call_that_was_begun_in_ignorance(leaver: int, other: str) -> None:
+    """Ranks that have gone on have not heard yet that one left late, which tries again at once and meets them."""
+    ranks = meshes(3)
+    looked = threading.Event()
+
+    def leave_and_retry(mesh: Mesh) -> None:
+        with pytest.raises(KeyboardInterrupt):
+            leave_late(mesh, "first")
+        wait = mesh.wait
+
+        def wait_and_tell(look: Any, *args: Any, **options: Any) -> None:
+            def look_and_tell() -> bool:
+                try:
+                    return bool(look())  # the first one sees whatever the others have sent
+                finally:
+                    looked.set()
+
+            wait(look_and_tell, *args, **options)
+
+        mesh.wait = wait_and_tell  # type: ignore[method-assign, assignment]
+        call(mesh, "first")
+
+    def go_on(mesh: Mesh) -> None:
+        hold_back(mesh, leaver, looked.is_set)
+        call(mesh, "first")
+        with pytest.raises(putget.PeerLeft, match=f"rank {leaver} has left first: KeyboardInterrupt, behind its last"):
+            call(mesh, other)
+        call(mesh, "first")
+
+    with ThreadPoolExecutor(3) as pool:
+        running = [pool.submit(leave_and_retry if mesh.rank == leaver else go_on, mesh) for mesh in ranks]
+        try:
+            for future in running:
+                future.result(PROMPT_S)
+        finally:
+            for mesh in ranks:
+                mesh.close()
+    assert len({mesh.number for mesh in ranks}) == 1

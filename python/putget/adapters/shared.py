@@ -176,6 +176,7 @@ class SharedWorkspace:
                 timeout_s=self._timeout_s,
                 warmup_timeout_s=self._warmup_timeout_s,
             )
+            self._made_in[None] = self.comm.attempts  # its first step may have left numbers out
 
         try:
             self.comm.attempt("layer's memory", make)
@@ -383,12 +384,14 @@ class SharedWorkspace:
                     "rows before, which sets it up"
                 )
             self._raise_untold()
-            self.renew()
+            if self._workspace is None or self._is_told:
+                self.renew()
             found = self._make_all_to_all(recipe)
         return found
 
     def _make_all_to_all(self, recipe: Recipe) -> AllToAll:
         def make() -> AllToAll:
+            self._raise_untold()  # heard since the call began
             self._made_in[recipe] = self.comm.attempts
             self.unproven.add(recipe)
             self._objects[recipe] = AllToAll(
@@ -406,6 +409,7 @@ class SharedWorkspace:
                 timeout_s=self._timeout_s,
                 warmup_timeout_s=self._warmup_timeout_s,
             )
+            self._made_in[recipe] = self.comm.attempts
             return self._objects[recipe]
 
         try:

@@ -8,8 +8,9 @@ says so to the others, on its way out: whoever waits in attempt n, or comes to i
 attempt begins afresh on all ranks.
 
 A rank may leave behind its last words: then attempt n has succeeded on others, which the rank *left late*. Their
-objects of it are *void*, because the rank lacks them. If another rank is in attempt n + 1 when it hears so, it ends
-that one, too; ranks that have known it before leave that number out. So all are at the same number again.
+objects of it are *void*, because the rank lacks them. A rank whose caller has gone on to attempt n + 1 by then ends
+that one, too, and says so. Ranks that have known it before leave that number out, and say that. They take nothing of an
+attempt n + 1 that its rank has begun in ignorance. So all are at the same number again.
 """
 
 from __future__ import annotations
@@ -199,22 +200,25 @@ class Mesh:
         attempt = self._attempt = _Attempt(max(self.number, after) + 1, what, everyone)
         self.number = attempt.number
         self._take_stale()
-        self._leave_out(attempt)
         attempt.known = frozenset(self._void)
+        self._leave_out(attempt)
         return attempt
 
     def _leave_out(self, attempt: _Attempt) -> None:
-        """Leaves out numbers that others have used up: they began them before they heard who had left late."""
-        inboxes = [self.peers[peer].inbox for peer in attempt.members if peer != self.rank]
-        while words := [one.fields["left"] for inbox in inboxes for one in inbox if _leaves(one, attempt.number)]:
-            late = [word["late"] for word in words if word["kind"] == "late"]
-            if not late:
-                return
-            self._void.update(late)
+        """Leaves out numbers that others have used up: they began them before they heard of a rank that had left late.
+
+        It says so to the members: none of them takes the next number for another call.
+        """
+        others = [peer for peer in attempt.members if peer != self.rank]
+        while words := self._words(attempt, others):
+            if not all(_is_known(attempt, word) for word in words):
+                return  # the first step of the attempt ends it
+            self._say_left(attempt, words[0])
+            self._void.add(attempt.number)
+            attempt.known |= {attempt.number}
             self.number = attempt.number = attempt.number + 1
-            for peer in attempt.members:
-                if peer != self.rank:
-                    self._drop_stale(peer, attempt.number)
+            for peer in others:
+                self._drop_stale(peer, attempt.number)
 
     def is_void(self, number: int) -> bool:
         """Whether an attempt has failed here, or a rank has left it late: not all ranks have what it made."""
@@ -222,9 +226,16 @@ class Mesh:
         return number in self._void
 
     def left_late(self, number: int) -> Exception | None:
-        """The error for an attempt that has succeeded here, and that a rank has left late."""
+        """The error for an attempt that has succeeded here, and that a rank has left late.
+
+        The attempt that is under way ends by it, as it would by words that come later.
+        """
         late = self._late
-        return error_of(late, self.rank, "setup") if late and late["late"] == number else None
+        if not late or late["late"] != number:
+            return None
+        if self._attempt is not None:
+            self._attempt.heard = late
+        return error_of(late, self.rank, "setup")
 
     def is_abandoned(self) -> bool:
         """Whether a connection has ended before any attempt succeeded: a rank has left the making of this mesh late."""
@@ -245,7 +256,9 @@ class Mesh:
         if attempt is None or attempt.is_left:
             return
         attempt.is_left = True
-        word = attempt.heard or farewell(self.rank, attempt.what, error)
+        self._say_left(attempt, attempt.heard or farewell(self.rank, attempt.what, error))
+
+    def _say_left(self, attempt: _Attempt, word: dict[str, Any]) -> None:
         fields = {"attempt": attempt.number, "step": attempt.step, "at": f"leaving {attempt.what}", "left": word}
 
         def say() -> None:
@@ -330,11 +343,14 @@ class Mesh:
     ) -> dict[int, Message]:
         others = [rank for rank in attempt.members if rank != self.rank]
         own = {"attempt": attempt.number, "step": attempt.step, "what": attempt.at, "at": _place(attempt)}
+        if attempt.step == 1 and self._made[0] not in attempt.known:
+            own["holds"] = self._made[0]
         for peer in others:
             self.peers[peer].send({**fields, **own}, descriptors.get(peer, []), attempt.timeout_s)
         found: dict[int, Message] = {}
 
         def look() -> bool:
+            self._end_if_left(attempt, others, phase)
             for peer in others:
                 message = self._next(peer, attempt, phase, peer in found)
                 if message is not None:
@@ -354,27 +370,52 @@ class Mesh:
             raise
         return found
 
-    def _next(self, peer: int, attempt: _Attempt, phase: str, is_found: bool) -> Message | None:
-        """A peer's message of this step, if it has come and is not found yet.
+    def _end_if_left(self, attempt: _Attempt, others: list[int], phase: str) -> None:
+        """Ends the attempt where another rank has left it.
 
         Raises:
-            PeerLeft, PeerTimeout, ValueError, PutgetError: The peer has left the attempt.
+            PeerLeft, PeerTimeout, ValueError, PutgetError: It has.
+            _IsLeftOut: It had begun the attempt before it heard what this rank knew.
         """
-        self._drop_stale(peer, attempt.number)
-        inbox = self.peers[peer].inbox
-        word = next((one.fields["left"] for one in inbox if _leaves(one, attempt.number)), None)
-        if word is None and self._late and self._late["late"] == self._made[0] not in attempt.known:
-            word = self._late  # its rank comes to this attempt with something else, if at all
-        if word is not None and word["kind"] == "late" and word["late"] in attempt.known and attempt.step == 1:
+        for peer in others:
+            self._drop_stale(peer, attempt.number)
+        words = self._words(attempt, others)
+        if not words and self._late and self._late["late"] == self._made[0] not in attempt.known:
+            words = [self._late]  # its rank comes to this attempt with something else, if at all
+        if not words:
+            return
+        word = next((one for one in words if not _is_known(attempt, one)), words[0])
+        if _is_known(attempt, word) and attempt.step == 1:
             raise _IsLeftOut
-        if word is not None:
-            attempt.heard = word
-            raise error_of(word, self.rank, phase)
+        if word["kind"] == "late" and word["late"] == self._made[0]:
+            self._void.add(word["late"])  # the rank that left has perhaps not reached this one yet
+            self._late = word
+        attempt.heard = word
+        raise error_of(word, self.rank, phase)
+
+    def _words(self, attempt: _Attempt, others: Iterable[int]) -> list[dict[str, Any]]:
+        """Words of those that have left an attempt, in the order of ranks."""
+        inboxes = [self.peers[peer].inbox for peer in others]
+        return [one.fields["left"] for inbox in inboxes for one in inbox if _leaves(one, attempt.number)]
+
+    def _next(self, peer: int, attempt: _Attempt, phase: str, is_found: bool) -> Message | None:
+        """A peer's message of this step, if it has come and is not found yet; raises PeerLeft if the peer is beyond."""
+        inbox = self.peers[peer].inbox
         if is_found or not inbox:
             return None  # a peer that is found may have come to the end, and gone on
         if inbox[0].fields["attempt"] > attempt.number:
             raise PeerLeft(phase, self.rank, peer, attempt.what, "it has gone on to another call")
+        if self._is_ignorant(attempt, inbox[0].fields.get("holds", 0)):
+            return None  # its rank ends the attempt, and says so
         return inbox.popleft() if inbox[0].fields["step"] == attempt.step else None
+
+    def _is_ignorant(self, attempt: _Attempt, holds: int) -> bool:
+        """Whether a rank has begun this attempt although the last one that succeeded there is void, with all since.
+
+        Whoever has made that void has told it so, or is gone, which is noticed where every rank takes part.
+        """
+        is_of_all = len(attempt.members) > len(self.peers)
+        return holds > 0 and is_of_all and all(one in attempt.known for one in range(holds, attempt.number))
 
     def _check(self, attempt: _Attempt, peer: int, message: Message) -> None:
         """Raises ValueError where a peer is at another step, PutgetError where descriptors were lost on the way."""
@@ -496,6 +537,11 @@ def farewell(rank: int, what: str, error: BaseException | str) -> dict[str, Any]
 
 def _leaves(message: Message, number: int) -> bool:
     return message.fields["attempt"] == number and "left" in message.fields
+
+
+def _is_known(attempt: _Attempt, word: dict[str, Any]) -> bool:
+    """Whether an attempt was left for a reason that this rank knew when it began it."""
+    return word["kind"] == "late" and word["late"] in attempt.known
 
 
 # Errors that all ranks raise alike.
