@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -85,7 +84,7 @@ def play_many(rank: Rank, case: Case, repeats: int) -> int:
 def outlast(rank: Rank, gone: int, step: str, rounds: int) -> str | None:
     """A body: plays rounds until rank `gone` stops; what the others then raise.
 
-    They keep their objects open for a while: who has left may be missed by those whose deadline comes later.
+    All keep their objects open until the last one has raised: a rank that leaves earlier may be missed, too.
     """
     a2a = rank.all_to_all(timeout_s=3.0, warmup_timeout_s=20.0, num_experts=rank.size, top_k=rank.size)
     ids = torch.arange(rank.size, dtype=torch.int32).expand(2, rank.size).contiguous().to(rank.device)
@@ -94,24 +93,23 @@ def outlast(rank: Rank, gone: int, step: str, rounds: int) -> str | None:
     try:
         for number in range(rounds + 1):
             if number == rounds and rank.rank == gone and step == "dispatch":
-                return _stop(rank, a2a)
+                return _close_together(rank, a2a)
             received = a2a.dispatch(ids, weights, rows)
             if number == rounds and rank.rank == gone:
-                return _stop(rank, a2a)
+                return _close_together(rank, a2a)
             a2a.combine_input.copy_(received.payloads[0])
             a2a.combine()
             a2a.check()
     except putget.PeerTimeout as error:
-        time.sleep(3.0)
-        a2a.close()
+        _close_together(rank, a2a)
         return f"{error.phase} {error.missing}"
     a2a.close()
     return None
 
 
-def _stop(rank: Rank, a2a: putget.AllToAll) -> None:
-    """Stands still until the others have given up."""
-    time.sleep(7.0)
+def _close_together(rank: Rank, a2a: putget.AllToAll) -> None:
+    """Closes it when all ranks are here."""
+    rank.comm.exchange("the others have raised", None, 60.0)
     a2a.close()
 
 
