@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from putget.adapters.shared import default_device
 from tests.harness import Rank, RankError, run_ranks
 from tests.harness.cases import Case, Round
 from tests.harness.compare import check_case, play
@@ -35,6 +36,15 @@ def die_on_last(rank: Rank) -> int:
     if rank.rank == rank.size - 1:
         os._exit(3)
     return rank.rank
+
+
+def devices_of(rank: Rank) -> tuple[str, str]:
+    return os.environ["CUDA_VISIBLE_DEVICES"], default_device().type
+
+
+def test_ranks_on_the_cpu_find_no_gpu() -> None:
+    """On a machine with GPUs, too: an adapter whose caller names no device takes the CPU there."""
+    assert run_ranks(2, devices_of) == [("", "cpu")] * 2
 
 
 @pytest.mark.parametrize("mode", ["process", "thread"])

@@ -83,6 +83,8 @@ def _serve(connection: Connection, rank: int, size: int, device: str, directory:
     faulthandler.register(signal.SIGUSR1, file=stacks)
     torch.set_num_threads(1)
     place = torch.device(device) if device == "cpu" else torch.device(device, rank)
+    if place.type == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # engines' adapters choose the GPU where they find one
     if place.type == "cuda":
         # A GPU of its own: a module that loads late waits for nobody else's kernels, and starting is much faster.
         os.environ["CUDA_MODULE_LOADING"] = "LAZY"
