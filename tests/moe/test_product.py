@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -49,31 +50,55 @@ def test_wrong_arguments(changed: dict[str, Any], message: str) -> None:
         _abi.call("putget_moe_product", ctypes.byref(_arguments(**changed)))
 
 
-def test_other_gpus_run_triton_and_the_log_says_so_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.fixture
+def capability(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
+    """What GPUs are taken for; nothing has been said about them."""
+    found = [(9, 0)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: found[0])
+    for known in (grouped_fp8._capability, grouped_fp8._say):
+        known.cache_clear()
+    yield found
+    for known in (grouped_fp8._capability, grouped_fp8._say):
+        known.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("gpu", "num_experts", "n", "rows", "why"),
+    [
+        ((9, 0), 8, 4096, 256, None),
+        ((9, 0), 1024, 4096, 256, None),
+        ((9, 0), 8, 4096, 255, "an expert gets fewer than 256 rows"),
+        ((10, 0), 8, 4096, 256, "compute capability is 10.0, not 9.0"),
+        ((8, 9), 8, 4096, 1, "compute capability is 8.9, not 9.0"),
+        ((9, 0), 1025, 4096, 256, "a rank has more than 1024 experts"),
+        ((9, 0), 1024, 1 << 21, 256, "the weights have 2^31 rows or more"),
+    ],
+)
+def test_the_log_says_once_for_each_shape_why_triton_runs(
+    capability: list[tuple[int, int]],
+    caplog: pytest.LogCaptureFixture,
+    gpu: tuple[int, int],
+    num_experts: int,
+    n: int,
+    rows: int,
+    why: str | None,
 ) -> None:
+    capability[0] = gpu
     device = torch.device("cuda", 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
-    grouped_fp8._has_native_product.cache_clear()
-    try:
-        with caplog.at_level(logging.INFO, logger="putget"):
-            assert not any(grouped_fp8._takes(device, 8, 4096) for _ in range(3))
-    finally:
-        grouped_fp8._has_native_product.cache_clear()
-    assert [record.getMessage() for record in caplog.records] == [
-        "FP8 experts on cuda:0: compute capability is not 9.0, so products are Triton's"
-    ]
-
-
-def test_too_many_experts_run_triton() -> None:
-    assert not grouped_fp8._takes(torch.device("cuda", 0), 1025, 4096)
+    with caplog.at_level(logging.INFO, logger="putget"):
+        for k in (512, 1024):
+            for _ in range(3):
+                assert grouped_fp8._takes(device, num_experts, n, k, rows) == (why is None)
+    said = [record.getMessage() for record in caplog.records]
+    wanted = [f"FP8 experts [{num_experts}, {n}, {k}] on cuda:0: {why}, so products are Triton's" for k in (512, 1024)]
+    assert said == ([] if why is None else wanted)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("product", [*PRODUCTS, *LARGER], ids=str)
 def test_the_bits_are_those_of_triton(product: Product) -> None:
-    if not grouped_fp8._takes(torch.device("cuda", 0), len(product.counts), product.n):
+    if not grouped_fp8._takes(torch.device("cuda", 0), len(product.counts), product.n, product.k, 1000):
         pytest.skip("the kernel is for compute capability 9.0")
     made = {name: tensor.cuda() for name, tensor in product.make().items()}
     if not len(made["rows"]):

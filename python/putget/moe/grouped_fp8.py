@@ -123,25 +123,30 @@ def dequantise_blocks(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 @functools.cache
-def _has_native_product(device: torch.device) -> bool:
-    """Whether the library's kernel runs on this GPU. Where it does not, the log says so once."""
-    if torch.cuda.get_device_capability(device) == _NATIVE_CAPABILITY:
-        return True
-    logger.info("FP8 experts on %s: compute capability is not 9.0, so products are Triton's", device)
-    return False
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 @functools.cache
-def _say_too_many(num_experts: int) -> None:
-    logger.info("FP8 experts: %d on one rank, more than %d, so products are Triton's", num_experts, _NATIVE_EXPERTS)
+def _say(device: torch.device, num_experts: int, n: int, k: int, why: str) -> None:
+    """Says once for each shape that the library's kernel does not run, and why."""
+    logger.info("FP8 experts [%d, %d, %d] on %s: %s, so products are Triton's", num_experts, n, k, device, why)
 
 
-def _takes(device: torch.device, num_experts: int, weight_rows: int) -> bool:
-    """Whether the library's kernel takes these sizes."""
-    if num_experts > _NATIVE_EXPERTS or weight_rows >= 1 << 31:
-        _say_too_many(num_experts)
-        return False
-    return _has_native_product(device)
+def _takes(device: torch.device, num_experts: int, n: int, k: int, expected_rows: int) -> bool:
+    """Whether the library's kernel takes weights of these sizes. Where it does not, the log says so."""
+    if num_experts > _NATIVE_EXPERTS:
+        why = f"a rank has more than {_NATIVE_EXPERTS} experts"
+    elif n * num_experts >= 1 << 31:
+        why = "the weights have 2^31 rows or more"
+    elif _capability(device) != _NATIVE_CAPABILITY:
+        why = "compute capability is {}.{}, not {}.{}".format(*_capability(device), *_NATIVE_CAPABILITY)
+    elif expected_rows < _NATIVE_ROWS:
+        why = f"an expert gets fewer than {_NATIVE_ROWS} rows"
+    else:
+        return True
+    _say(device, num_experts, n, k, why)
+    return False
 
 
 def _native_product(
@@ -226,7 +231,7 @@ def grouped_fp8_mm(
     out = torch.empty((rows.shape[0], n), dtype=torch.bfloat16, device=rows.device)
     if rows.is_cuda:
         if len(rows) and num_experts:
-            native = expected_rows >= _NATIVE_ROWS and _takes(device, num_experts, n * num_experts)
+            native = _takes(device, num_experts, n, k, expected_rows)
             product = _native_product if native else _kernels().grouped_mm
             product(rows, row_scales, weights, weight_scales, starts, counts, out, expected_rows, num_sms)
         return out
