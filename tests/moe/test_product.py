@@ -52,7 +52,7 @@ def test_wrong_arguments(changed: dict[str, Any], message: str) -> None:
 
 @pytest.fixture
 def capability(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
-    """What GPUs are taken for; nothing has been said about them."""
+    """A faked capability of GPUs; nothing has been said about them yet."""
     found = [(9, 0)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: found[0])
     for known in (grouped_fp8._capability, grouped_fp8._say):
