@@ -54,7 +54,8 @@ def test_the_first():
 def test_nothing():
     pass
 """
-
+LUCK = """    assert TEXT.with_name("luck").exists()
+"""
 ENVIRONMENT = {
     **{key: value for key, value in os.environ.items() if not key.startswith("PYTEST")},
     "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
@@ -106,6 +107,19 @@ def test_some_of_a_functions_tests_prove_nothing(checkout: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "--prove", "-k", "test_lines and 0", "--rootdir", str(checkout)]
     subprocess.run(command, cwd=checkout, env=ENVIRONMENT, check=True, timeout=120)
     assert json.loads((checkout / "proofs.json").read_text()) == {}
+
+
+def test_a_proof_that_fails_with_the_same_text_is_none_any_more(checkout: Path) -> None:
+    luck = checkout / "luck"
+    (checkout / "test_text.py").write_text(
+        TESTS.replace("    assert TEXT.read_text().startswith", LUCK + "    assert TEXT.read_text().startswith")
+    )
+    luck.touch()
+    outcomes(checkout, "--prove")
+    luck.unlink()
+    assert outcomes(checkout, "--prove")["test_the_first"] == "FAILED"
+    after = outcomes(checkout)
+    assert (after["test_lines[0]"], after["test_the_first"]) == ("SKIPPED", "FAILED")
 
 
 def test_the_test_itself_is_a_part_of_its_text(checkout: Path) -> None:

@@ -51,12 +51,8 @@ def profiled(traces: Path | None) -> dict[str, Any]:
     return {} if traces is None else {"profiler_config": {"profiler": "torch", "torch_profiler_dir": str(traces)}}
 
 
-def run_rank(folder: Path, case: str, rank: int, port: int) -> None:
-    from vllm import LLM
-
-    name, num_experts = case.split(".")
-    ranks, tensor_ranks = CASES[name]
-    most = 8 if tensor_ranks == 1 else 2  # vLLM's tensor parallelism on a CPU waits busily: seconds a step on two cores
+def meet_at(port: int, rank: int, ranks: int) -> None:
+    """Has this process's engine be a rank of data parallelism, if there are several."""
     if ranks > 1:
         os.environ.update(
             VLLM_DP_RANK=str(rank),
@@ -65,6 +61,15 @@ def run_rank(folder: Path, case: str, rank: int, port: int) -> None:
             VLLM_DP_MASTER_IP="127.0.0.1",
             VLLM_DP_MASTER_PORT=str(port),
         )
+
+
+def run_rank(folder: Path, case: str, rank: int, port: int) -> None:
+    from vllm import LLM
+
+    name, num_experts = case.split(".")
+    ranks, tensor_ranks = CASES[name]
+    most = 8 if tensor_ranks == 1 else 2  # vLLM's tensor parallelism on a CPU waits busily: seconds a step on two cores
+    meet_at(port, rank, ranks)
     if name == "hosts":
         each_rank_on_a_host()
     start = time.monotonic()

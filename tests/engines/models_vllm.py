@@ -7,18 +7,17 @@ CPU its attention in vLLM depends on the batch, with or without putget.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
-from tests.engines.generate_vllm import join_or_end, preload, requests_of, tokens_of
+from tests.engines.generate_vllm import join_or_end, meet_at, preload, requests_of, tokens_of
 from tests.engines.models import other_configs, save_architecture, save_glm4, save_model
 from tests.engines.prompts import free_port
 
 MODELS = ("Qwen3Moe.8", "Qwen3Moe.60", "Glm4Moe", "GptOss")
 DTYPES = ("float32", "bfloat16")
 MOST_TOKENS = 2048
-"""Of a step of a rank, as users have it."""
+"""Tokens of a step of a rank at most: as users set it, not as tests do."""
 
 
 def save(folder: Path) -> None:
@@ -31,14 +30,7 @@ def save(folder: Path) -> None:
 def run_rank(folder: Path, model: str, dtype: str, rank: int, ranks: int, port: int) -> None:
     from vllm import LLM
 
-    if ranks > 1:
-        os.environ.update(
-            VLLM_DP_RANK=str(rank),
-            VLLM_DP_RANK_LOCAL=str(rank),
-            VLLM_DP_SIZE=str(ranks),
-            VLLM_DP_MASTER_IP="127.0.0.1",
-            VLLM_DP_MASTER_PORT=str(port),
-        )
+    meet_at(port, rank, ranks)
     engine = LLM(
         str(folder / model),
         skip_tokenizer_init=True,

@@ -99,19 +99,24 @@ class Recorder:
     def __init__(self, record: Path = RECORD) -> None:
         self._record = record
         self._passed: Counter[tuple[str, str, int]] = Counter()
+        self._failed: set[tuple[str, str]] = set()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "call" and report.passed:
-            for key, value in report.user_properties:
-                if key == _PROPERTY:
-                    name, digest, size = cast("tuple[str, str, int]", value)
-                    self._passed[name, digest, size] += 1
+        for key, value in report.user_properties:
+            if key == _PROPERTY:
+                name, digest, size = cast("tuple[str, str, int]", value)
+                self._passed[name, digest, size] += report.when == "call" and report.passed
+                if report.failed:
+                    self._failed.add((name, digest))
 
     def pytest_sessionfinish(self) -> None:
         known: dict[str, Any] = json.loads(self._record.read_text()) if self._record.exists() else {}
         today = datetime.now(timezone.utc).date().isoformat()
         for key, count in self._passed.items():
             name, digest, size = key
-            if count == size:
+            if count == size and (name, digest) not in self._failed:
                 known[name] = {"digest": digest, "tests": size, "on": today}
+        for name, digest in self._failed:  # it passed with this text before, and does not always
+            if known.get(name, {}).get("digest") == digest:
+                del known[name]
         self._record.write_text(json.dumps(dict(sorted(known.items())), indent=2) + "\n")
