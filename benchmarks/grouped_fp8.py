@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from putget.moe import grouped_fp8, grouped_fp8_triton
+from putget.moe.expert_rows import ExpertRows
 from putget.moe.grouped_fp8_triton import Tiles
+from putget.moe.kernels import gated_activation
 from putget_bench.timing import capture
 
 SHAPES = ((4096, 7168), (7168, 2048))  # (n, k) of the two products of DeepSeek-V3's experts
@@ -45,6 +47,14 @@ def main() -> None:
         dense = weights.to(torch.bfloat16).transpose(1, 2)
         for count in given.rows:
             _row(n, k, count, weights, scales, dense)
+        del dense
+        if (n, k) == SHAPES[0]:
+            first = [_first_row(count, weights, scales) for count in given.rows]
+    print("\nThe first product of a layer, us: the product and its activation, apart and in one.\n")
+    print("| rows | product | activation | gated |")
+    print("|---" * 4 + "|")
+    for cells in first:
+        print("| " + " | ".join(cells) + " |", flush=True)
 
 
 def _row(n: int, k: int, count: int, weights: Tensor, scales: Tensor, dense: Tensor) -> None:
@@ -57,15 +67,15 @@ def _row(n: int, k: int, count: int, weights: Tensor, scales: Tensor, dense: Ten
     out = torch.empty(count, n, dtype=torch.bfloat16, device="cuda")
     sorted_expert = expert.sort().values
 
+    given = ExpertRows(rows, row_scales, starts, counts)
+
     def run(tiles: Tiles) -> Callable[[], None]:
-        return lambda: grouped_fp8_triton.launch(
-            rows, row_scales, weights, scales, starts, counts, out, tiles, num_sms=None
-        )
+        return lambda: grouped_fp8_triton.launch(given, weights, scales, out, tiles, num_sms=None)
 
     times = []
     ways: dict[str, Callable[[], None]] = {str(tiles): run(tiles) for tiles in TILES}
     ways["library"] = lambda: grouped_fp8._native_product(
-        rows, row_scales, weights, scales, starts, counts, out, -(-count // num_experts), None
+        given, weights, scales, out, None, "silu", -(-count // num_experts), None
     )
     for name, way in ways.items():
         out.fill_(float("nan"))
@@ -88,6 +98,31 @@ def _row(n: int, k: int, count: int, weights: Tensor, scales: Tensor, dense: Ten
     cells += [f"{'transposed ' if chosen.weights_first else ''}{chosen.rows}", *(f"{time:.1f}" for time in times)]
     cells += [f"{used * n * k / best / 1e3:.0f}", f"{2 * count * n * k / best / 1e6:.0f}", f"{bf16:.1f}"]
     print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def _first_row(count: int, weights: Tensor, scales: Tensor) -> list[str]:
+    """Cells: the first product and its activation, apart and in one kernel. Checked."""
+    num_experts, _, k = weights.shape
+    counts = torch.bincount(torch.randint(num_experts, (count,), device="cuda"), minlength=num_experts).to(torch.int32)
+    starts = (counts.cumsum(0) - counts).to(torch.int32)
+    rows = ExpertRows(*grouped_fp8.quantise_rows(torch.randn(count, k, device="cuda").bfloat16()), starts, counts)
+    each = -(-count // num_experts)
+
+    def product() -> Tensor:
+        return grouped_fp8.grouped_fp8_mm(rows, weights, scales, expected_rows=each)
+
+    def gated() -> tuple[Tensor, Tensor]:
+        return grouped_fp8.gated_fp8_mm(rows, weights, scales, "silu", expected_rows=each)
+
+    between = product()
+
+    def activation() -> tuple[Tensor, Tensor]:
+        return gated_activation(between, num_valid=(starts, counts), quantise="fp8_block")
+
+    for got, want in zip(gated(), activation(), strict=True):
+        if not torch.equal(got.view(torch.uint8), want.view(torch.uint8)):
+            raise SystemExit(f"{count} rows: the gated product is not the product and its activation")
+    return [str(count), *(f"{_microseconds(way):.1f}" for way in (product, activation, gated))]
 
 
 def _weights(num_experts: int, n: int, k: int) -> tuple[Tensor, Tensor]:

@@ -449,10 +449,26 @@ putget_status putget_moe_product(const putget_moe_product_args* args) {
     require_pointer("counts", args->counts);
     require((address(args->rows) | address(args->weights) | address(args->out)) % 16 == 0,
             "rows, weights or out is not aligned to 16 bytes");
-    const putget::moe::GroupedProduct product{args->rows,     args->row_scales, args->weights, args->weight_scales,
-                                              args->out,      args->starts,     args->counts,  args->num_experts,
-                                              args->capacity, args->n,          args->k,       args->expected_rows,
-                                              args->num_sms};
+    require_range("gate", args->gate, PUTGET_SILU, PUTGET_GELU);
+    require(args->out_scales == nullptr || args->n % (2 * putget::kScaleBlock) == 0,
+            "n is " + std::to_string(args->n) + ", a gated product needs a multiple of " +
+                std::to_string(2 * putget::kScaleBlock));
+    putget::moe::GroupedProduct product{};
+    product.rows = args->rows;
+    product.row_scales = args->row_scales;
+    product.weights = args->weights;
+    product.weight_scales = args->weight_scales;
+    product.out = args->out;
+    product.starts = args->starts;
+    product.counts = args->counts;
+    product.num_experts = args->num_experts;
+    product.capacity = args->capacity;
+    product.n = args->n;
+    product.k = args->k;
+    product.expected_rows = args->expected_rows;
+    product.num_sms = args->num_sms;
+    product.out_scales = args->out_scales;
+    product.gate = static_cast<putget::moe::Gate>(args->gate);
     putget::cuda::moe_product(product, {args->ordinal, args->stream});
   });
 }

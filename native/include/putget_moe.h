@@ -252,7 +252,8 @@ typedef struct putget_moe_activation_args {
   void* stream; /* cudaStream_t */
 } putget_moe_activation_args;
 
-/* The grouped product of block-scaled FP8 rows and the weights of their experts. CUDA only. */
+/* The grouped product of block-scaled FP8 rows and the weights of their experts. With out_scales its first half of
+ * columns is a gate: out is what putget_moe_activate makes of it, quantised. CUDA only. */
 typedef struct putget_moe_product_args {
   uint32_t size;
   uint32_t magic;
@@ -262,7 +263,7 @@ typedef struct putget_moe_product_args {
   const float* row_scales;    /* [capacity, k / 128] */
   const void* weights;        /* [num_experts, n, k] E4M3 */
   const float* weight_scales; /* [num_experts, n / 128, k / 128] */
-  void* out;                  /* [capacity, n] bfloat16 */
+  void* out;                  /* [capacity, n] bfloat16; with out_scales [capacity, n / 2] E4M3 */
   const int32_t* starts;      /* [num_experts] first row of each expert */
   const int32_t* counts;      /* [num_experts] its rows */
   uint32_t num_experts;       /* at most 1024 */
@@ -271,7 +272,10 @@ typedef struct putget_moe_product_args {
   uint32_t k;             /* a multiple of 128 */
   uint32_t expected_rows; /* of an expert; changes the speed alone */
   uint32_t num_sms;       /* most SMs that are used; 0: all */
-  void* stream;           /* cudaStream_t */
+  float* out_scales;      /* [capacity, n / 256], n a multiple of 256; or null: no gate */
+  uint32_t gate;          /* putget_gate */
+  uint32_t reserved;
+  void* stream; /* cudaStream_t */
 } putget_moe_product_args;
 
 /* Around the experts: rows grouped by local expert and back. These read what a dispatch delivered, and need no peer. On

@@ -98,11 +98,13 @@ def main() -> None:
     for product in PRODUCTS:
         made = product.make()
         for expected_rows in (1, 16, 1000):
-            out = torch.full((len(made["rows"]), product.n), float("nan"), dtype=torch.bfloat16)
+            out = torch.full((made.rows.capacity, product.n), float("nan"), dtype=torch.bfloat16)
             if len(out):
-                grouped_fp8_triton.grouped_mm(**made, out=out, expected_rows=expected_rows, num_sms=None)
+                grouped_fp8_triton.grouped_mm(
+                    made.rows, made.weights, made.weight_scales, out, expected_rows, num_sms=None
+                )
             belongs = torch.zeros(len(out), dtype=torch.bool)
-            for start, count in zip(made["starts"].tolist(), product.counts, strict=True):
+            for start, count in zip(made.rows.starts.tolist(), product.counts, strict=True):
                 belongs[start : start + count] = True
             untouched = bool(out[~belongs].isnan().all())
             wrong = product.wrong_rows(made, out)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -16,11 +17,27 @@ from torch import Tensor
 
 import putget
 from putget.moe import grouped_fp8
+from putget.moe.expert_rows import ExpertRows
+from putget.moe.kernels import GATES, gated_activation
 from tests.moe.dense import through_fp8
 from tests.project.checkout import ROOT
 
 # The result is rounded to BF16 once, by the interpreter towards zero; sums in another order differ by far less.
 TOLERANCE = 2.0**-7
+
+
+@dataclass
+class Made:
+    """Tensors of one grouped product, by expert."""
+
+    rows: ExpertRows
+    weights: Tensor
+    weight_scales: Tensor
+
+    def on(self, device: str) -> Made:
+        """The same on a device."""
+        rows = ExpertRows(*(one.to(device) for one in vars(self.rows).values()))
+        return Made(rows, self.weights.to(device), self.weight_scales.to(device))
 
 
 @dataclass(frozen=True)
@@ -38,7 +55,7 @@ class Product:
     gap: int = 0
     seed: int = 0
 
-    def make(self) -> dict[str, Tensor]:
+    def make(self) -> Made:
         generator = torch.Generator().manual_seed(self.seed)
         starts, at = [], 0
         for count in self.counts:
@@ -51,23 +68,21 @@ class Product:
         ]
         rows, row_scales = grouped_fp8.quantise_rows(torch.randn(at, self.k, generator=generator))
         codes = [codes.view(torch.uint8) for codes, _ in weights]
-        return {
-            "rows": rows,
-            "row_scales": row_scales,
-            "weights": torch.stack(codes).view(torch.float8_e4m3fn),
-            "weight_scales": torch.stack([scales for _, scales in weights]),
-            "starts": torch.tensor(starts, dtype=torch.int32),
-            "counts": torch.tensor(self.counts, dtype=torch.int32),
-        }
+        where = (torch.tensor(starts, dtype=torch.int32), torch.tensor(self.counts, dtype=torch.int32))
+        return Made(
+            ExpertRows(rows, row_scales, *where),
+            torch.stack(codes).view(torch.float8_e4m3fn),
+            torch.stack([scales for _, scales in weights]),
+        )
 
-    def wrong_rows(self, made: dict[str, Tensor], got: Tensor) -> list[int]:
+    def wrong_rows(self, made: Made, got: Tensor) -> list[int]:
         """Rows of got [capacity, n] that are not what float64 gives."""
         wrong = []
-        for expert, (start, count) in enumerate(zip(made["starts"].tolist(), self.counts, strict=True)):
+        for expert, (start, count) in enumerate(zip(made.rows.starts.tolist(), self.counts, strict=True)):
             span = slice(start, start + count)
-            scales = made["row_scales"][span].double().repeat_interleave(128, 1)
-            blocks = made["weight_scales"][expert].double().repeat_interleave(128, 0).repeat_interleave(128, 1)
-            want = (made["rows"][span].double() * scales) @ (made["weights"][expert].double() * blocks).T
+            scales = made.rows.scales[span].double().repeat_interleave(128, 1)
+            blocks = made.weight_scales[expert].double().repeat_interleave(128, 0).repeat_interleave(128, 1)
+            want = (made.rows.codes[span].double() * scales) @ (made.weights[expert].double() * blocks).T
             error = (got[span].double() - want).norm(dim=1) / want.norm(dim=1)
             wrong += [start + int(row) for row in (~(error <= TOLERANCE)).nonzero()]
         return wrong
@@ -86,19 +101,39 @@ PRODUCTS = (
 @pytest.mark.parametrize("expected_rows", [1, 16, 1000])
 def test_grouped_product(product: Product, expected_rows: int, device: str) -> None:
     made = product.make()
-    got = grouped_fp8.grouped_fp8_mm(
-        **{name: tensor.to(device) for name, tensor in made.items()}, expected_rows=expected_rows
-    )
+    given = made.on(device)
+    got = grouped_fp8.grouped_fp8_mm(given.rows, given.weights, given.weight_scales, expected_rows=expected_rows)
     assert got.dtype == torch.bfloat16
-    assert got.shape == (len(made["rows"]), product.n)
+    assert got.shape == (len(made.rows.codes), product.n)
     assert product.wrong_rows(made, got.cpu()) == []
+
+
+def same_rows(product: Product, made: Made, one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> bool:
+    """Whether the rows of experts are equal byte for byte."""
+    spans = zip(made.rows.starts.tolist(), product.counts, strict=True)
+    here = torch.cat([torch.arange(start, start + count) for start, count in spans])
+    pairs = zip(one, other, strict=True)
+    return all(torch.equal(a.cpu()[here].view(torch.uint8), b.cpu()[here].view(torch.uint8)) for a, b in pairs)
+
+
+@pytest.mark.parametrize("product", [one for one in PRODUCTS if one.n % 256 == 0], ids=str)
+@pytest.mark.parametrize("gate", GATES)
+def test_gated_product_is_the_product_and_the_activation(product: Product, gate: grouped_fp8.Gate, device: str) -> None:
+    made = product.make()
+    given = made.on(device)
+    weights = (given.weights, given.weight_scales)
+    between = grouped_fp8.grouped_fp8_mm(given.rows, *weights, expected_rows=1000)
+    want = gated_activation(between, gate, num_valid=(given.rows.starts, given.rows.counts), quantise="fp8_block")
+    got = grouped_fp8.gated_fp8_mm(given.rows, *weights, gate, expected_rows=1000)
+    assert [one.shape for one in got] == [(len(between), product.n // 2), (len(between), product.n // 256)]
+    assert same_rows(product, made, got, want)
 
 
 def test_the_comparison_can_fail() -> None:
     product = PRODUCTS[0]
     made = product.make()
-    got = grouped_fp8.grouped_fp8_mm(**made, expected_rows=1)
-    made["row_scales"][4] *= 1.05
+    got = grouped_fp8.grouped_fp8_mm(made.rows, made.weights, made.weight_scales, expected_rows=1)
+    made.rows.scales[4] *= 1.05
     assert product.wrong_rows(made, got) == [4]
 
 
@@ -157,8 +192,11 @@ def test_no_rows(device: str) -> None:
     codes, scales = grouped_fp8.quantise_rows(torch.empty(0, 256, device=device))
     assert codes.shape == (0, 256)
     assert scales.shape == (0, 2)
-    made = {name: tensor.to(device) for name, tensor in Product((0,)).make().items()}
-    assert grouped_fp8.grouped_fp8_mm(**made, expected_rows=1).shape == (0, 256)
+    made = Product((0,)).make().on(device)
+    weights = (made.weights, made.weight_scales)
+    assert grouped_fp8.grouped_fp8_mm(made.rows, *weights, expected_rows=1).shape == (0, 256)
+    active, active_scales = grouped_fp8.gated_fp8_mm(made.rows, *weights, "gelu", expected_rows=1)
+    assert (active.shape, active_scales.shape) == ((0, 128), (0, 1))
 
 
 @settings(max_examples=20)
@@ -195,9 +233,16 @@ def test_wrong_sizes() -> None:
     with pytest.raises(ValueError, match=r"num_rows has dtype int64"):
         grouped_fp8.quantise_rows(torch.zeros(2, 128), num_rows=torch.tensor([1]))
     made = Product((1, 2)).make()
-    for name, wrong in (("row_scales", made["row_scales"][1:]), ("starts", made["starts"].long())):
-        with pytest.raises(ValueError, match=f"{name} has"):
-            grouped_fp8.grouped_fp8_mm(**{**made, name: wrong}, expected_rows=1)
-    made["weights"] = made["weights"][:, :100].contiguous()
+    weights = (made.weights, made.weight_scales)
+    wrong_scales, wrong_starts = made.rows.scales[1:], made.rows.starts.long()
+    for name, wrong in (("scales", wrong_scales), ("starts", wrong_starts)):
+        for call in (grouped_fp8.grouped_fp8_mm, functools.partial(grouped_fp8.gated_fp8_mm, gate="silu")):
+            with pytest.raises(ValueError, match=f"{name} has"):
+                call(replace(made.rows, **{name: wrong}), *weights, expected_rows=1)
+    with pytest.raises(ValueError, match=r"gate is 'relu', allowed are 'silu' and 'gelu'"):
+        grouped_fp8.gated_fp8_mm(made.rows, *weights, "relu", expected_rows=1)  # type: ignore[arg-type]
+    narrow = Product((1, 2), n=128).make()
+    with pytest.raises(ValueError, match=r"n is 128, a gate and its other factor need a multiple of 256"):
+        grouped_fp8.gated_fp8_mm(narrow.rows, narrow.weights, narrow.weight_scales, "silu", expected_rows=1)
     with pytest.raises(ValueError, match=r"n is 100"):
-        grouped_fp8.grouped_fp8_mm(**made, expected_rows=1)
+        grouped_fp8.grouped_fp8_mm(made.rows, made.weights[:, :100].contiguous(), made.weight_scales, expected_rows=1)

@@ -6,6 +6,7 @@
 #include "backend.h"
 #include "cuda/driver.h"
 #include "cuda/moe_launch.h"
+#include "cuda/sm90a/product_end.cuh"
 
 namespace putget::cuda {
 namespace {
@@ -33,20 +34,39 @@ CUtensorMap boxes(const void* values, uint64_t rows, uint32_t columns, uint32_t 
   return map;
 }
 
-void launch(const moe::GroupedProduct& product, const Queue& queue) {
+ProductCall call_of(const moe::GroupedProduct& product) {
+  const bool gated = product.out_scales != nullptr;
+  const uint32_t blocks = product.n / kProductBlock;
   ProductCall call{};
   call.rows = boxes(product.rows, product.capacity, product.k, ProductShape::kRows);
   call.weights = boxes(product.weights, uint64_t{product.num_experts} * product.n, product.k, kProductBlock);
   call.row_scales = product.row_scales;
   call.weight_scales = product.weight_scales;
-  call.out = static_cast<uint16_t*>(product.out);
+  call.out = product.out;
+  call.out_scales = product.out_scales;
   call.starts = product.starts;
   call.counts = product.counts;
   call.num_experts = product.num_experts;
   call.capacity = product.capacity;
   call.n = product.n;
   call.k_blocks = product.k / kProductBlock;
-  check(cudaFuncSetAttribute(product_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, ProductShape::kSharedBytes),
+  call.wide = ceil_div(blocks, ProductShape::kBlocks);
+  call.step = gated ? 1 : ProductShape::kBlocks;
+  call.further = gated ? blocks / 2 : 1;
+  return call;
+}
+
+using ProductKernel = void (*)(ProductCall);
+
+ProductKernel kernel_of(const moe::GroupedProduct& product) {
+  if (product.out_scales == nullptr) return product_kernel<ProductAsBf16>;
+  return product.gate == moe::Gate::kSilu ? product_kernel<ProductGated<moe::Gate::kSilu>>
+                                          : product_kernel<ProductGated<moe::Gate::kGelu>>;
+}
+
+void launch(const moe::GroupedProduct& product, const Queue& queue) {
+  const ProductKernel kernel = kernel_of(product);
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, ProductShape::kSharedBytes),
         "shared memory of product_kernel");
   const uint32_t sms = blocks_of(queue, 1);
   cudaLaunchConfig_t config{};
@@ -56,7 +76,7 @@ void launch(const moe::GroupedProduct& product, const Queue& queue) {
   config.stream = static_cast<cudaStream_t>(queue.stream);
   // No early launch: these CTAs fill the GPU, and kernels of other streams, for which a peer of the kernel before this
   // one may wait, would find no place.
-  check(cudaLaunchKernelEx(&config, product_kernel, call), "launching product_kernel");
+  check(cudaLaunchKernelEx(&config, kernel, call_of(product)), "launching product_kernel");
 }
 
 }  // namespace

@@ -3,12 +3,14 @@
 //   out[r, :] = rows[r, :] times the transpose of weights[expert of r]
 //
 // Values are E4M3, with one float32 scale per row and 128 values (rows) and per block of 128 x 128 (weights). A product
-// of 128 values is scaled and added in float32, as in grouped_fp8_triton.py: the bits are the same.
+// of 128 values is scaled and added in float32, as in grouped_fp8_triton.py: the bits are the same. The first product
+// of an expert ends with the gated activation (product_end.cuh).
 //
 //   grid      CTAs that are resident together; each takes every gridDim-th unit of the valid rows, whose number
 //   `counts`
-//             has. A unit is a tile of 128 rows and two blocks of 128 columns of out. Units of one expert follow each
-//             other, and of those the ones that read the same weights.
+//             has. A unit is a tile of 128 rows and two blocks of 128 columns: neighbours, or one of the gate and the
+//             same one of the other factor. Units of one expert follow each other, and of those the ones that read the
+//             same weights.
 //   block     one warpgroup brings rows, weights and scales. Two warpgroups multiply, each half of the rows of a tile
 //   shared    kStages of 128 bytes of each row and each weight of a tile, and their scales
 //   waits     barriers of the block; before all, for earlier kernels
@@ -30,13 +32,17 @@ struct ProductCall {
   CUtensorMap weights;         // [num_experts * n, k], boxes of 128 rows of 128 bytes, swizzled
   const float* row_scales;     // [capacity, k / 128]
   const float* weight_scales;  // [num_experts, n / 128, k / 128]
-  uint16_t* out;               // [capacity, n] bfloat16
+  void* out;                   // [capacity, n] bfloat16; gated: [capacity, n / 2] E4M3
+  float* out_scales;           // gated: [capacity, n / 256]
   const int32_t* starts;       // [num_experts] first row of each expert
   const int32_t* counts;       // [num_experts]
   uint32_t num_experts;
   uint32_t capacity;  // rows
-  uint32_t n;         // a multiple of 128
+  uint32_t n;         // a multiple of 128; gated: of 256
   uint32_t k_blocks;  // of 128 bytes
+  uint32_t wide;      // units beside each other
+  uint32_t step;      // blocks from a unit to the one beside it
+  uint32_t further;   // blocks from a unit's first to its second
 };
 
 struct ProductShape {
@@ -89,7 +95,7 @@ struct ProductUnits {
     tile.expert = expert;
     tile.first_row = call.starts[expert] + down * ProductShape::kRows;
     tile.rows_left = count - static_cast<int32_t>(down * ProductShape::kRows);
-    tile.block = ProductShape::kBlocks * column;
+    tile.block = call.step * column;
     return true;
   }
   __device__ void next() { unit += gridDim.x; }
@@ -114,9 +120,9 @@ __device__ __forceinline__ uint64_t product_operand(uint32_t address) {
   return kSwizzle128 | kEightRows | (uint64_t{1} << 16) | ((address & 0x3ffff) / 16);
 }
 
-// Whether two blocks of 128 columns from `block` on have a second one.
+// Whether a unit whose first block of 128 columns is `block` has a second one.
 __device__ __forceinline__ bool product_has_second(const ProductCall& call, uint32_t block) {
-  return block + 1 < call.n / kProductBlock;
+  return block + call.further < call.n / kProductBlock;
 }
 
 // One thread: rows and weights.
@@ -127,7 +133,7 @@ __device__ __forceinline__ void product_bring(const ProductCall& call, ProductSh
   for (; units.find(tile); units.next()) {
     const uint32_t weight = tile.expert * call.n + tile.block * kProductBlock;
     // A second block that does not exist is brought from elsewhere, multiplied and not stored.
-    const uint32_t further = product_has_second(call, tile.block) ? kProductBlock : 0;
+    const uint32_t further = product_has_second(call, tile.block) ? call.further * kProductBlock : 0;
     for (uint32_t k = 0; k < call.k_blocks; ++k, stage.next()) {
       const uint32_t full = ptx::shared_address(&shared.full[stage.index]);
       const uint32_t at = stages + stage.index * ProductShape::kStageBytes;
@@ -155,7 +161,7 @@ __device__ __forceinline__ void product_bring_scales(const ProductCall& call, Pr
       const uint32_t row = min(tile.first_row + i * 32 + lane, call.capacity - 1);
       from[i] = call.row_scales + uint64_t{row} * call.k_blocks;
     }
-    const uint32_t second = product_has_second(call, tile.block) ? lane : 0;
+    const uint32_t second = product_has_second(call, tile.block) ? lane * call.further : 0;
     const float* weight =
         call.weight_scales + (uint64_t{tile.expert} * (call.n / kProductBlock) + tile.block + second) * call.k_blocks;
     for (uint32_t k = 0; k < call.k_blocks; ++k, stage.next()) {
@@ -192,46 +198,6 @@ __device__ __forceinline__ void product_promote(float (&sums)[ProductShape::kSum
   for (uint32_t i = 0; i < ProductShape::kSums; ++i) sums[i] = fmaf(part[i], scales[i % 4 / 2], sums[i]);
 }
 
-// 64 rows and 128 columns: lanes of four exchange what they have, so that each stores 16 bytes.
-__device__ __forceinline__ void product_store_rows(const ProductCall& call, const ProductTile& tile, uint32_t first,
-                                                   uint32_t column, const float (&sums)[ProductShape::kSums]) {
-  const uint32_t lane = threadIdx.x % 32;
-  const uint32_t quarter = lane % 4;
-#pragma unroll
-  for (uint32_t half = 0; half < 2; ++half) {
-    const uint32_t row = first + 8 * half;
-    const bool valid = static_cast<int32_t>(row) < tile.rows_left;
-    uint16_t* to = call.out + uint64_t{tile.first_row + row} * call.n + column;
-#pragma unroll
-    for (uint32_t four = 0; four < kProductBlock / 32; ++four) {
-      uint32_t word[4];  // of pieces of 8 columns: this lane's pair
-#pragma unroll
-      for (uint32_t j = 0; j < 4; ++j) {
-        const float* pair = &sums[4 * (4 * four + j) + 2 * half];
-        word[j] = ptx::narrow_bf16x2(pair[0], pair[1]);
-      }
-      // Lane q gives its pair of piece j to lane j and gets lane j's pair of piece q.
-      const bool odd = quarter & 1;
-      const bool high = quarter & 2;
-#pragma unroll
-      for (uint32_t j = 0; j < 4; j += 2) {
-        const uint32_t got = __shfl_xor_sync(0xffffffffu, odd ? word[j] : word[j + 1], 1);
-        word[j] = odd ? got : word[j];
-        word[j + 1] = odd ? word[j + 1] : got;
-      }
-#pragma unroll
-      for (uint32_t j = 0; j < 2; ++j) {
-        const uint32_t got = __shfl_xor_sync(0xffffffffu, high ? word[j] : word[j + 2], 2);
-        word[j] = high ? got : word[j];
-        word[j + 2] = high ? word[j + 2] : got;
-      }
-      if (valid) {
-        *reinterpret_cast<uint4*>(to + 32 * four + 8 * quarter) = make_uint4(word[0], word[1], word[2], word[3]);
-      }
-    }
-  }
-}
-
 // A warpgroup whose half of a tile has no rows keeps step.
 __device__ __forceinline__ void product_pass(const ProductCall& call, ProductShape::Shared& shared,
                                              ProductStage& stage) {
@@ -242,6 +208,7 @@ __device__ __forceinline__ void product_pass(const ProductCall& call, ProductSha
 }
 
 // Two warpgroups.
+template <class End>
 __device__ __forceinline__ void product_multiply(const ProductCall& call, ProductShape::Shared& shared,
                                                  uint32_t stages) {
   const uint32_t group = threadIdx.x / 128 - 1;
@@ -280,23 +247,18 @@ __device__ __forceinline__ void product_multiply(const ProductCall& call, Produc
         product_promote(sums[b], part, row_scales, block_scales[b]);
       }
     }
-#pragma unroll
-    for (uint32_t b = 0; b < ProductShape::kBlocks; ++b) {
-      if (b == 1 && !product_has_second(call, tile.block)) break;
-      product_store_rows(call, tile, first, (tile.block + b) * kProductBlock, sums[b]);
-    }
+    End::store(call, tile, first, sums);
   }
 }
 
 // One warp: the units of experts up to and with each.
 __device__ __forceinline__ void product_count(const ProductCall& call, uint32_t* ends) {
   const uint32_t lane = threadIdx.x % 32;
-  const uint32_t wide = (call.n / kProductBlock + ProductShape::kBlocks - 1) / ProductShape::kBlocks;
   uint32_t before = 0;
   for (uint32_t base = 0; base < call.num_experts; base += 32) {
     const uint32_t expert = base + lane;
     const uint32_t count = expert < call.num_experts ? call.counts[expert] : 0;
-    uint32_t units = (count + ProductShape::kRows - 1) / ProductShape::kRows * wide;
+    uint32_t units = (count + ProductShape::kRows - 1) / ProductShape::kRows * call.wide;
 #pragma unroll
     for (uint32_t step = 1; step < 32; step *= 2) {
       const uint32_t other = __shfl_up_sync(0xffffffffu, units, step);
@@ -307,6 +269,7 @@ __device__ __forceinline__ void product_count(const ProductCall& call, uint32_t*
   }
 }
 
+template <class End>
 __global__ void __launch_bounds__(kProductThreads, 1) product_kernel(const __grid_constant__ ProductCall call) {
   extern __shared__ uint8_t memory[];
   // Stages lie at multiples of 1024 bytes, which the swizzle goes by.
@@ -335,7 +298,7 @@ __global__ void __launch_bounds__(kProductThreads, 1) product_kernel(const __gri
     }
   } else {
     ptx::take_registers<232>();
-    product_multiply(call, shared, stages);
+    product_multiply<End>(call, shared, stages);
   }
 }
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol, TypeAlias
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from putget.moe import grouped_fp8
-from putget.moe.kernels import gated_activation
+from putget.moe.expert_rows import ExpertRows
+from putget.moe.kernels import Gate, gated_activation
 from putget.payload import Payload
-
-Gate: TypeAlias = Literal["silu", "gelu"]
-GATES = ("silu", "gelu")
 
 
 class Groups(Protocol):
@@ -172,21 +170,23 @@ class Fp8Experts(nn.Module):
     def forward(self, payloads: Sequence[Tensor], groups: Groups, expected_rows: int) -> Tensor:
         """See ``Experts.__call__``."""
         if self.row_dtype == torch.bfloat16:
-            rows, scales = grouped_fp8.quantise_rows(payloads[0], num_rows=groups.offsets[-1:])
+            codes, scales = grouped_fp8.quantise_rows(payloads[0], num_rows=groups.offsets[-1:])
         else:
-            rows, scales = payloads
+            codes, scales = payloads
         starts, counts = groups.offsets[:-1], groups.num_rows
-
-        def product(left: Tensor, left_scales: Tensor, weight: Tensor, weight_scales: Tensor) -> Tensor:
-            return grouped_fp8.grouped_fp8_mm(
-                left, left_scales, weight, weight_scales, starts, counts, expected_rows=expected_rows
-            )
-
-        between = product(rows, scales, self.gate_up, self.gate_up_scales)
-        active, active_scales = gated_activation(
-            between, self.gate, num_valid=(groups.offsets, groups.num_rows), quantise="fp8_block"
+        active, active_scales = grouped_fp8.gated_fp8_mm(
+            ExpertRows(codes, scales, starts, counts),
+            self.gate_up,
+            self.gate_up_scales,
+            self.gate,
+            expected_rows=expected_rows,
         )
-        return product(active, active_scales, self.down, self.down_scales)
+        return grouped_fp8.grouped_fp8_mm(
+            ExpertRows(active, active_scales, starts, counts),
+            self.down,
+            self.down_scales,
+            expected_rows=expected_rows,
+        )
 
 
 def grouped_bf16_mm(rows: Tensor, weights: Tensor, groups: Groups) -> Tensor:

@@ -21,6 +21,8 @@ from putget._arguments import check_tensor
 from putget._log import logger
 from putget.errors import BackendUnavailable
 from putget.memory.workspace import current_stream
+from putget.moe.expert_rows import ExpertRows
+from putget.moe.kernels import GATES, Gate, gated_activation
 
 GROUP = 128
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -150,13 +152,12 @@ def _takes(device: torch.device, num_experts: int, n: int, k: int, expected_rows
 
 
 def _native_product(
-    rows: Tensor,
-    row_scales: Tensor,
+    rows: ExpertRows,
     weights: Tensor,
     weight_scales: Tensor,
-    starts: Tensor,
-    counts: Tensor,
     out: Tensor,
+    out_scales: Tensor | None,
+    gate: str,
     expected_rows: int,
     num_sms: int | None,
 ) -> None:
@@ -164,48 +165,54 @@ def _native_product(
     num_experts, n, k = weights.shape
     args = _abi.MoeProductArgs(
         device=_abi.DEVICE_CUDA,
-        ordinal=rows.device.index or 0,
-        rows=rows.data_ptr(),
-        row_scales=row_scales.data_ptr(),
+        ordinal=out.device.index or 0,
+        rows=rows.codes.data_ptr(),
+        row_scales=rows.scales.data_ptr(),
         weights=weights.data_ptr(),
         weight_scales=weight_scales.data_ptr(),
         out=out.data_ptr(),
-        starts=starts.data_ptr(),
-        counts=counts.data_ptr(),
+        starts=rows.starts.data_ptr(),
+        counts=rows.counts.data_ptr(),
         num_experts=num_experts,
-        capacity=len(rows),
+        capacity=rows.capacity,
         n=n,
         k=k,
         expected_rows=max(1, expected_rows),
         num_sms=num_sms or 0,
-        stream=current_stream(rows.device),
+        out_scales=None if out_scales is None else out_scales.data_ptr(),
+        gate=GATES[gate],
+        stream=current_stream(out.device),
     )
     _abi.call("putget_moe_product", ctypes.byref(args))
 
 
+def _check(rows: ExpertRows, weights: Tensor, weight_scales: Tensor) -> None:
+    num_experts, n, k = weights.shape
+    check_multiple("k", k)
+    check_multiple("n", n)
+    for name, tensor, shape, dtype in (
+        ("codes", rows.codes, (rows.capacity, k), torch.float8_e4m3fn),
+        ("scales", rows.scales, (rows.capacity, k // GROUP), torch.float32),
+        ("starts", rows.starts, (num_experts,), torch.int32),
+        ("counts", rows.counts, (num_experts,), torch.int32),
+        ("weights", weights, (num_experts, n, k), torch.float8_e4m3fn),
+        ("weight_scales", weight_scales, (num_experts, n // GROUP, k // GROUP), torch.float32),
+    ):
+        check_tensor(name, tensor, shape, (dtype,), rows.codes.device)
+
+
 def grouped_fp8_mm(
-    rows: Tensor,
-    row_scales: Tensor,
-    weights: Tensor,
-    weight_scales: Tensor,
-    starts: Tensor,
-    counts: Tensor,
-    *,
-    expected_rows: int,
-    num_sms: int | None = None,
+    rows: ExpertRows, weights: Tensor, weight_scales: Tensor, *, expected_rows: int, num_sms: int | None = None
 ) -> Tensor:
     """Each expert's rows times the transpose of its weights.
 
-    Nothing is read from the device by the host: the kernel is launched once and takes tiles of the rows that ``counts``
-    says there are.
+    Nothing is read from the device by the host: the kernel is launched once and takes tiles of the rows that
+    ``rows.counts`` says there are.
 
     Args:
-        rows: [capacity, k] float8_e4m3fn, contiguous; k a multiple of 128.
-        row_scales: [capacity, k / 128] float32, contiguous.
+        rows: With k a multiple of 128.
         weights: [num_experts, n, k] float8_e4m3fn, contiguous; n a multiple of 128.
         weight_scales: [num_experts, n / 128, k / 128] float32, contiguous.
-        starts: [num_experts] int32: the first row of each expert.
-        counts: [num_experts] int32: its rows.
         expected_rows: Rows of an expert that the tiles are chosen for. It changes the speed, not what is computed.
         num_sms: Most SMs that are used; None: all.
 
@@ -215,29 +222,62 @@ def grouped_fp8_mm(
     Raises:
         ValueError: An argument has another shape, dtype, device or layout, or k or n is not a multiple of 128.
     """
+    _check(rows, weights, weight_scales)
     num_experts, n, k = weights.shape
-    check_multiple("k", k)
-    check_multiple("n", n)
-    capacity, device = rows.shape[0], rows.device
-    for name, tensor, shape, dtype in (
-        ("rows", rows, (capacity, k), torch.float8_e4m3fn),
-        ("row_scales", row_scales, (capacity, k // GROUP), torch.float32),
-        ("weights", weights, (num_experts, n, k), torch.float8_e4m3fn),
-        ("weight_scales", weight_scales, (num_experts, n // GROUP, k // GROUP), torch.float32),
-        ("starts", starts, (num_experts,), torch.int32),
-        ("counts", counts, (num_experts,), torch.int32),
-    ):
-        check_tensor(name, tensor, shape, (dtype,), device)
-    out = torch.empty((rows.shape[0], n), dtype=torch.bfloat16, device=rows.device)
-    if rows.is_cuda:
-        if len(rows) and num_experts:
-            native = _takes(device, num_experts, n, k, expected_rows)
-            product = _native_product if native else _kernels().grouped_mm
-            product(rows, row_scales, weights, weight_scales, starts, counts, out, expected_rows, num_sms)
+    out = torch.empty((rows.capacity, n), dtype=torch.bfloat16, device=rows.codes.device)
+    if out.is_cuda:
+        if rows.capacity and num_experts:
+            if _takes(out.device, num_experts, n, k, expected_rows):
+                _native_product(rows, weights, weight_scales, out, None, "silu", expected_rows, num_sms)
+            else:
+                _kernels().grouped_mm(rows, weights, weight_scales, out, expected_rows, num_sms)
         return out
-    for expert, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
+    for expert, (start, count) in enumerate(zip(rows.starts.tolist(), rows.counts.tolist(), strict=True)):
         if count:
             span = slice(start, start + count)
-            left = dequantise_rows(rows[span], row_scales[span])
+            left = dequantise_rows(rows.codes[span], rows.scales[span])
             out[span] = (left @ dequantise_blocks(weights[expert], weight_scales[expert]).T).bfloat16()
     return out
+
+
+def gated_fp8_mm(
+    rows: ExpertRows,
+    weights: Tensor,
+    weight_scales: Tensor,
+    gate: Gate,
+    *,
+    expected_rows: int,
+    num_sms: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``grouped_fp8_mm`` and ``gated_activation`` of its result, quantised: where possible in one kernel. Equal bits.
+
+    Args:
+        rows: As for ``grouped_fp8_mm``.
+        weights: [num_experts, n, k]: the rows of the gate before those of the other factor; n a multiple of 256.
+        weight_scales: As there.
+        gate: "silu" or "gelu".
+        expected_rows: As there.
+        num_sms: As there, of the product.
+
+    Returns:
+        [capacity, n / 2] float8_e4m3fn and [capacity, n / 256] float32; rows that belong to no expert are undefined.
+
+    Raises:
+        ValueError: As there, or n is not a multiple of 256.
+    """
+    _check(rows, weights, weight_scales)
+    num_experts, n, k = weights.shape
+    if gate not in GATES:
+        raise ValueError(f"gate is {gate!r}, allowed are {' and '.join(map(repr, GATES))}")
+    if n % (2 * GROUP):
+        raise ValueError(f"n is {n}, a gate and its other factor need a multiple of {2 * GROUP}")
+    device = rows.codes.device
+    if not (rows.capacity and num_experts and device.type == "cuda") or not _takes(
+        device, num_experts, n, k, expected_rows
+    ):
+        between = grouped_fp8_mm(rows, weights, weight_scales, expected_rows=expected_rows, num_sms=num_sms)
+        return gated_activation(between, gate, num_valid=(rows.starts, rows.counts), quantise="fp8_block")
+    out = torch.empty((rows.capacity, n // 2), dtype=torch.float8_e4m3fn, device=device)
+    scales = torch.empty((rows.capacity, n // (2 * GROUP)), device=device)
+    _native_product(rows, weights, weight_scales, out, scales, gate, expected_rows, num_sms)
+    return out, scales

@@ -10,6 +10,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from putget.moe.expert_rows import ExpertRows
+
 _GROUP = 128
 _LARGEST = 448.0  # of E4M3
 _SMALLEST = 1e-12
@@ -153,43 +155,26 @@ def quantise_kernel(
 
 
 def grouped_mm(
-    rows: Tensor,
-    row_scales: Tensor,
-    weights: Tensor,
-    weight_scales: Tensor,
-    starts: Tensor,
-    counts: Tensor,
-    out: Tensor,
-    expected_rows: int,
-    num_sms: int | None,
+    rows: ExpertRows, weights: Tensor, weight_scales: Tensor, out: Tensor, expected_rows: int, num_sms: int | None
 ) -> None:
     """See ``putget.moe.grouped_fp8.grouped_fp8_mm``; writes into out. At least one row and one expert."""
-    tiles = tiles_for(expected_rows)
-    launch(rows, row_scales, weights, weight_scales, starts, counts, out, tiles, num_sms)
+    launch(rows, weights, weight_scales, out, tiles_for(expected_rows), num_sms)
 
 
 def launch(
-    rows: Tensor,
-    row_scales: Tensor,
-    weights: Tensor,
-    weight_scales: Tensor,
-    starts: Tensor,
-    counts: Tensor,
-    out: Tensor,
-    tiles: Tiles,
-    num_sms: int | None,
+    rows: ExpertRows, weights: Tensor, weight_scales: Tensor, out: Tensor, tiles: Tiles, num_sms: int | None
 ) -> None:
     """The same, cut as the caller says."""
     num_experts, n, k = weights.shape
     kernel: Any = grouped_kernel
-    kernel[(_programs(rows.device, num_sms) * tiles.programs_per_sm,)](
-        TensorDescriptor.from_tensor(rows, [tiles.rows, _GROUP]),
-        row_scales,
+    kernel[(_programs(out.device, num_sms) * tiles.programs_per_sm,)](
+        TensorDescriptor.from_tensor(rows.codes, [tiles.rows, _GROUP]),
+        rows.scales,
         TensorDescriptor.from_tensor(weights.view(num_experts * n, k), [_COLUMNS, _GROUP]),
         weight_scales,
         out,
-        starts,
-        counts,
+        rows.starts,
+        rows.counts,
         num_experts,
         n,
         k,

@@ -33,7 +33,8 @@ MAX_COLUMNS = _abi.MAX_ROW_BYTES // 4
 SCALE_BLOCK = 128  # values that share a scale
 QUANTISED_PACK = 16  # a quantised row has a multiple of this many values
 
-_GATES = {"silu": _abi.SILU, "gelu": _abi.GELU}
+Gate: TypeAlias = Literal["silu", "gelu"]
+GATES: dict[str, int] = {"silu": _abi.SILU, "gelu": _abi.GELU}
 
 
 def expand(
@@ -111,7 +112,7 @@ def expand(
 @overload
 def gated_activation(
     x: torch.Tensor,
-    gate: Literal["silu", "gelu"] = "silu",
+    gate: Gate = "silu",
     *,
     num_valid: ValidRows = None,
     quantise: None = None,
@@ -123,7 +124,7 @@ def gated_activation(
 @overload
 def gated_activation(
     x: torch.Tensor,
-    gate: Literal["silu", "gelu"] = "silu",
+    gate: Gate = "silu",
     *,
     num_valid: ValidRows = None,
     quantise: Literal["fp8_block"],
@@ -162,8 +163,8 @@ def gated_activation(
     Raises:
         ValueError: An argument is wrong; nothing has been written.
     """
-    if gate not in _GATES:
-        raise ValueError(f"gate is {gate!r}, allowed are {' and '.join(map(repr, _GATES))}")
+    if gate not in GATES:
+        raise ValueError(f"gate is {gate!r}, allowed are {' and '.join(map(repr, GATES))}")
     if quantise not in (None, "fp8_block"):
         raise ValueError(f"quantise is {quantise!r}, allowed are None and 'fp8_block'")
     if not isinstance(x, torch.Tensor) or x.dim() != 2 or x.shape[1] < 2 or x.shape[1] % 2:
@@ -196,7 +197,7 @@ def gated_activation(
         scales=None if scales is None else scales.data_ptr(),
         elements=n,
         element_type=OUTPUT_TYPES[x.dtype],
-        gate=_GATES[gate],
+        gate=GATES[gate],
         stream=current_stream(x.device),
     )
     if rows:

@@ -1,0 +1,29 @@
+"""The rows of experts, as block-scaled products take them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ExpertRows:
+    """Rows with one scale per 128 values, and which expert has which.
+
+    Attributes:
+        codes: [capacity, k] float8_e4m3fn, contiguous; k a multiple of 128.
+        scales: [capacity, k / 128] float32, contiguous.
+        starts: [num_experts] int32: the first row of each expert.
+        counts: [num_experts] int32: its rows.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    starts: Tensor
+    counts: Tensor
+
+    @property
+    def capacity(self) -> int:
+        """Rows that there is room for."""
+        return len(self.codes)
