@@ -88,11 +88,18 @@ putget_launch choose_got(const Shape& shape, uint32_t num_tokens, const Room& ro
   return launch;
 }
 
-putget_launch choose_sent(const Shape& shape, uint32_t num_tokens, bool is_half, const Room& room,
+// Tokens that every rank is taken to have. A rank without tokens knows nothing of its peers, which may have as many as
+// there is room for: with the launch of an empty batch it would send all their rows by one CTA.
+uint32_t assumed_tokens(const Shape& shape, const CombineBatch& batch) {
+  if (batch.busiest_tokens != 0) return std::max(batch.busiest_tokens, batch.num_tokens);
+  return batch.num_tokens != 0 ? batch.num_tokens : shape.max_tokens_per_rank;
+}
+
+putget_launch choose_sent(const Shape& shape, uint32_t assumed, bool is_half, const Room& room,
                           const putget_launch& tuning) {
   putget_launch launch = tuning;
-  // Short segments as experts wrote them, as if every rank had as many tokens: of so many for each warp.
-  const uint64_t rows = uint64_t{num_tokens} * shape.ep_size;
+  // Short segments as experts wrote them, as if every rank had the assumed tokens: of so many for each warp.
+  const uint64_t rows = uint64_t{assumed} * shape.ep_size;
   const uint64_t share =
       rows * ceil_div(shape.output_row_bytes(), kWarpBytes) / (uint64_t{room.sms} * (kThreads / kWarpThreads));
   // Few segments: every CTA sends, then sums. Many segments: some CTAs send while the others sum. With more than two
@@ -201,7 +208,7 @@ putget_launch choose_dispatch(const Shape& shape, uint32_t num_tokens, Half half
 CombineChoice choose_combine(const Shape& shape, const CombineBatch& batch, const Room& room,
                              const putget_launch& tuning) {
   if (batch.sentinel) {
-    putget_launch launch = choose_sent(shape, batch.num_tokens, batch.half != Half::kBoth, room, tuning);
+    putget_launch launch = choose_sent(shape, assumed_tokens(shape, batch), batch.half != Half::kBoth, room, tuning);
     launch.path = sentinel_path(shape);
     if (batch.half != Half::kBoth) launch.senders = launch.blocks;
     const bool others_send = batch.half != Half::kBoth || launch.splits > 1;

@@ -68,6 +68,7 @@ putget_launch choose_dispatch(const Shape& shape, uint32_t num_tokens, Half half
 
 struct CombineBatch {
   uint32_t num_tokens;
+  uint32_t busiest_tokens;  // of any rank; 0: not known
   Half half;
   bool sentinel;  // is_sent_rows
   bool outside;   // rows come from outside the workspace

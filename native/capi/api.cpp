@@ -131,6 +131,7 @@ putget::CombineCall combine_call(const putget::Plan& plan, const putget::Limits&
   call.num_tokens = args.num_tokens;
   call.rows_access_bytes = access_bytes(reinterpret_cast<uintptr_t>(args.rows) | args.row_slot_bytes |
                                         args.row_source_bytes | shape.output_row_bytes());
+  call.busiest_tokens = args.busiest_tokens;
   call.sentinel = is_sent_rows(plan, limits, args.num_tokens);
   call.half = static_cast<putget::Half>(args.half);
   return call;

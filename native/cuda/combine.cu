@@ -41,7 +41,8 @@ void launch_combine(const Plan& plan, CombineCall call, const Room& room, const 
                     cudaStream_t stream) {
   const Shape& shape = plan.shape;
   const bool narrow = !aligned(call.out) || !aligned(call.addend);
-  const CombineBatch batch{call.num_tokens, call.half, call.sentinel != 0, call.rows != nullptr, narrow};
+  const CombineBatch batch{call.num_tokens,    call.busiest_tokens,  call.half,
+                           call.sentinel != 0, call.rows != nullptr, narrow};
   const CombineChoice choice = choose_combine(shape, batch, room, tuning);
   const putget_launch& launch = choice.launch;
   const auto path = static_cast<putget_path>(launch.path);

@@ -23,7 +23,7 @@ extern "C" {
 #define PUTGET_API
 #endif
 
-#define PUTGET_ABI_VERSION 17
+#define PUTGET_ABI_VERSION 18
 #define PUTGET_MAGIC 0x70757467u /* "putg" */
 #define PUTGET_MAX_RANKS 128
 #define PUTGET_MAX_TOP_K 32
@@ -210,7 +210,9 @@ typedef struct putget_combine_args {
   const void* addend; /* the same shape, or null */
   void* stream;
   uint32_t num_tokens;
-  uint32_t half; /* putget_half */
+  uint32_t half;           /* putget_half */
+  uint32_t busiest_tokens; /* of any rank, where the caller knows it, or 0: changes the speed alone */
+  uint32_t reserved;
 } putget_combine_args;
 
 typedef struct putget_fault {

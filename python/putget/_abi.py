@@ -11,7 +11,7 @@ from typing import Any
 from putget import config
 from putget.errors import BackendUnavailable, PutgetError
 
-ABI_VERSION = 17
+ABI_VERSION = 18
 MAGIC = 0x70757467
 MAX_RANKS = 128
 MAX_TOP_K = 32
@@ -187,6 +187,8 @@ class CombineArgs(Versioned):
         ("stream", c_void_p),
         ("num_tokens", c_uint32),
         ("half", c_uint32),
+        ("busiest_tokens", c_uint32),
+        ("reserved", c_uint32),
     ]
 
 
@@ -502,6 +504,9 @@ class MoeProductArgs(Versioned):
         ("k", c_uint32),
         ("expected_rows", c_uint32),
         ("num_sms", c_uint32),
+        ("out_scales", c_void_p),
+        ("gate", c_uint32),
+        ("reserved", c_uint32),
         ("stream", c_void_p),
     ]
 

@@ -184,6 +184,7 @@ class AllToAll:
         num_valid_tokens: torch.Tensor | None = None,
         expert_load: torch.Tensor | None = None,
         stats: torch.Tensor | None = None,
+        busiest_tokens: int | None = None,
     ) -> Received:
         """Puts each token's rows into the ranks that own its experts, once per (token, rank), and waits for every rank.
 
@@ -203,6 +204,9 @@ class AllToAll:
                 rank that is not active. A call that ends in a fault may have counted some.
             stats: [num_stats] int32 on the device: every rank has them as ``received.stats`` after its own dispatch of
                 this round, rows or not. None: zeros. Ranks may differ.
+            busiest_tokens: Most tokens that any rank has in this round, where the caller knows: a rank with few sends
+                the others' rows with as many CTAs as these need. It changes the speed alone, so ranks may differ. By
+                default max_rows where that is given, else this rank's own; one without tokens is ready for all.
 
         Returns:
             Views of what arrived, valid until the round ends.
@@ -217,7 +221,7 @@ class AllToAll:
                 likewise.
         """
         beside = Beside(num_valid_tokens, expert_load, stats)
-        self._dispatch(_abi.BOTH, topk_ids, topk_weights, payloads, max_rows, beside)
+        self._dispatch(_abi.BOTH, topk_ids, topk_weights, payloads, (max_rows, busiest_tokens), beside)
         return self._rounds.received()
 
     def dispatch_start(
@@ -229,6 +233,7 @@ class AllToAll:
         num_valid_tokens: torch.Tensor | None = None,
         expert_load: torch.Tensor | None = None,
         stats: torch.Tensor | None = None,
+        busiest_tokens: int | None = None,
     ) -> None:
         """The first half of ``dispatch``: puts the rows and tells the peers so, and waits for nobody's rows.
 
@@ -237,7 +242,7 @@ class AllToAll:
         errors: see ``dispatch``.
         """
         beside = Beside(num_valid_tokens, expert_load, stats)
-        self._dispatch(_abi.START, topk_ids, topk_weights, payloads, max_rows, beside)
+        self._dispatch(_abi.START, topk_ids, topk_weights, payloads, (max_rows, busiest_tokens), beside)
         self._rounds.start("dispatch_start")
 
     def dispatch_finish(self) -> Received:
@@ -261,7 +266,7 @@ class AllToAll:
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
         payloads: tuple[torch.Tensor, ...],
-        max_rows: int | None,
+        sizes: tuple[int | None, int | None],
         beside: Beside,
     ) -> None:
         native = self._native
@@ -270,14 +275,19 @@ class AllToAll:
         tensors = (topk_ids, topk_weights, *payloads)
         given = [tensor for tensor in beside if tensor is not None]
         looks = looks_of((*tensors, *given) if given else tensors)
-        call = (looks, max_rows, [tensor is None for tensor in beside] if given else None)
+        call = (looks, sizes, [tensor is None for tensor in beside] if given else None)
         if looks is None or call != self._dispatched:
             self._dispatched = None
             num_tokens = self._geometry.check_dispatch(topk_ids, topk_weights, payloads, beside, self._device)
+            max_rows, busiest = sizes
             rows = most = self._geometry.max_tokens_per_rank
             if max_rows is not None:
                 rows = check_int("max_rows", max_rows, 1, most)
-            native.describe_dispatch(num_tokens, rows, ids_are_64bit=topk_ids.dtype == torch.int64)
+            if busiest is None:
+                busiest = 0 if max_rows is None else rows
+            check_int("busiest_tokens", busiest, 0, most)
+            wide = topk_ids.dtype == torch.int64
+            native.describe_dispatch(num_tokens, rows, ids_are_64bit=wide, busiest_tokens=busiest)
             self._dispatched = call
         native.dispatch(half, tensors, beside if given else None)
 

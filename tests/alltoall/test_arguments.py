@@ -73,7 +73,7 @@ def right_call(rank: Rank) -> dict[str, Any]:
     arguments: dict[str, Any] = {"topk_ids": sent.topk_ids, "topk_weights": sent.topk_weights}
     arguments.update({f"payload {i}": rows for i, rows in enumerate(sent.payloads)})
     arguments = {name: value.to(rank.device) for name, value in arguments.items()}
-    return {**arguments, "max_rows": None, "num_valid_tokens": None}
+    return {**arguments, "max_rows": None, "num_valid_tokens": None, "busiest_tokens": None}
 
 
 def dispatch(a2a: putget.AllToAll, arguments: dict[str, Any]) -> None:
@@ -96,6 +96,8 @@ def dispatch_mutations(rank: Rank) -> dict[str, tuple[str, Any]]:
             wrong[f"{name}: {value!r}"] = name, value
     for value in (0, -1, 9, 2**40, 2.0, "3", True, torch.tensor(3)):
         wrong[f"max_rows: {value!r}"] = "max_rows", value
+        if value != 0:  # nobody has tokens
+            wrong[f"busiest_tokens: {value!r}"] = "busiest_tokens", value
     one = torch.tensor([2], dtype=torch.int32, device=rank.device)
     for number, value in enumerate((2, one.long(), one.float(), one.repeat(2), one[:0], elsewhere(one), [2], "2")):
         wrong[f"num_valid_tokens: wrong value {number}"] = "num_valid_tokens", value  # the same name on every device

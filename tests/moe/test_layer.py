@@ -103,6 +103,25 @@ def test_padding_goes_to_no_routed_expert() -> None:
         assert relative_error(got, dense.forward(dense.tokens(rank, 6), num_valid=4)) <= tolerance(dense)
 
 
+def told(rank: Rank, dense: Dense, busiest: int | None) -> tuple[Tensor, int, list[int]]:
+    """A body: no token, or one, beside ranks with eight. The output, and what experts and combine were told."""
+    expected: list[int] = []
+    with make_layer(rank, dense) as layer:
+        run_experts = layer.run_experts
+        layer.run_experts = lambda grouped, tokens: (expected.append(tokens), run_experts(grouped, tokens))[1]  # type: ignore[method-assign]
+        out = layer(dense.tokens(rank.rank, (0, 1, 8)[rank.rank]), busiest_tokens=busiest)
+        return out, layer.a2a._native._combine_args.busiest_tokens, expected
+
+
+def test_the_busiest_rank_changes_the_launch_alone() -> None:
+    dense = Dense(fp8=True, hidden=256)
+    alone, informed = (run_ranks(3, told, dense, busiest) for busiest in (None, 8))
+    assert [(combine, experts) for _, combine, experts in alone] == [(0, [0]), (0, [1]), (0, [8])]
+    assert [(combine, experts) for _, combine, experts in informed] == [(8, [8])] * 3
+    for (got, *_), (want, *_) in zip(informed, alone, strict=True):
+        assert torch.equal(got, want)
+
+
 def wrong_inputs(rank: Rank, dense: Dense) -> tuple[list[str], Tensor]:
     """A body: calls that are refused on this rank alone, and a round after them."""
     messages = []

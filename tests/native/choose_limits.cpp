@@ -50,13 +50,31 @@ void check(const Shape& shape, uint32_t tokens, const Room& room, const putget_l
   const uint64_t cut = uint64_t{call.items_of_block} * dispatch.blocks + call.blocks_with_more;
   require(cut == tokens * segments * dispatch.splits, "items of blocks", shape, tokens, dispatch);
   for (const bool outside : {false, true}) {
-    const putget_launch got = choose_combine(shape, {tokens, Half::kBoth, false, outside, false}, room, tuning).launch;
+    const putget_launch got =
+        choose_combine(shape, {tokens, 0, Half::kBoth, false, outside, false}, room, tuning).launch;
     const uint64_t segments = (shape.output_row_bytes() + got.segment_bytes - 1) / got.segment_bytes;
     check_whole(shape, tokens, got, tokens * segments);
   }
-  const CombineChoice sent = choose_combine(shape, {tokens, Half::kBoth, true, false, false}, room, tuning);
-  require(sent.sending_blocks >= 1 && sent.sending_blocks <= sent.launch.blocks, "senders", shape, tokens, sent.launch);
-  require(sent.first_summing < sent.launch.blocks, "first that sums", shape, tokens, sent.launch);
+  for (const uint32_t busiest : {0u, 1u, (1u << 22) - 1}) {
+    const CombineChoice sent = choose_combine(shape, {tokens, busiest, Half::kBoth, true, false, false}, room, tuning);
+    require(sent.sending_blocks >= 1 && sent.sending_blocks <= sent.launch.blocks, "senders", shape, tokens,
+            sent.launch);
+    require(sent.first_summing < sent.launch.blocks, "first that sums", shape, tokens, sent.launch);
+  }
+}
+
+// A rank with few tokens sends its peers' rows with as many CTAs as they need, where it is told or has none itself.
+void check_unequal(const Shape& shape, const Room& room) {
+  const auto launch = [&](uint32_t tokens, uint32_t busiest) {
+    return choose_combine(shape, {tokens, busiest, Half::kBoth, true, false, false}, room, {}).launch;
+  };
+  const putget_launch equal = launch(128, 0);
+  for (const putget_launch& one : {launch(1, 128), launch(0, 128), launch(128, 1)}) {
+    require(one.blocks == equal.blocks && one.senders == equal.senders, "unequal batches", shape, 1, one);
+  }
+  const putget_launch idle = launch(0, 0);
+  const putget_launch full = launch(shape.max_tokens_per_rank, 0);
+  require(idle.blocks == full.blocks && idle.senders == full.senders, "an idle rank", shape, 0, idle);
 }
 
 }  // namespace
@@ -80,5 +98,6 @@ int main() {
       }
     }
   }
+  for (WireType wire : {WireType::kSame, WireType::kFp8}) check_unequal(shape_of(8, 1, 7168, wire), {132, 132});
   std::printf("ok\n");
 }

@@ -127,6 +127,7 @@ struct CombineCall {
   uint32_t first_summing;      // ... and from where on they sum them: those before leave when they have sent
   Divisor sentinel_sources;    // ranks that this one sends such rows at most
   uint32_t wide_out;           // 1: out and addend allow the widest access that rows have
+  uint32_t busiest_tokens;     // of any rank, by which the kernel was launched; 0: not known
   Half half;
 };
 

@@ -72,7 +72,7 @@ class NativeObject:
         self._dispatch_ref, self._combine_ref = map(ctypes.byref, (self._dispatch_args, self._combine_args))
         self._payload = self._dispatch_args.payload  # asking for it again makes a new view
         self._beside: list[int | None] = _NONE_BESIDE  # as it is in the struct
-        self._described = (0, self.max_rows, False)
+        self._described = (0, self.max_rows, False, 0)
         library = _abi.library()
         self._functions = {name: getattr(library, name) for name in _CALLS}
         self._across: DomainRounds | None = None
@@ -116,10 +116,16 @@ class NativeObject:
             raise ValueError("this AllToAll is closed")
         return self._handle
 
-    def describe_dispatch(self, num_tokens: int, max_rows: int, *, ids_are_64bit: bool) -> None:
-        """Fixes the form of the next dispatches, until this is called again: all but where their tensors lie."""
+    def describe_dispatch(
+        self, num_tokens: int, max_rows: int, *, ids_are_64bit: bool, busiest_tokens: int = 0
+    ) -> None:
+        """Fixes the form of the next dispatches, until this is called again: all but where their tensors lie.
+
+        busiest_tokens is 0 where nobody knows them.
+        """
         args = self._dispatch_args
-        args.num_tokens, args.max_rows, args.ids_are_64bit = self._described = num_tokens, max_rows, ids_are_64bit
+        self._described = num_tokens, max_rows, ids_are_64bit, busiest_tokens
+        args.num_tokens, args.max_rows, args.ids_are_64bit, _ = self._described
 
     def dispatch(self, half: int, tensors: tuple[torch.Tensor, ...], beside: Beside | None) -> None:
         """``_abi.BOTH`` or ``_abi.START`` of the ids, the weights and the payloads, as described.
@@ -137,7 +143,7 @@ class NativeObject:
         for index, address in enumerate(rows):
             payload[index] = address
         self._dispatch(half)
-        self.num_tokens, self.max_rows, _ = self._described
+        self.num_tokens, self.max_rows, _, self._combine_args.busiest_tokens = self._described
 
     def _addresses_beside(self, beside: Beside) -> list[int | None]:
         """In the order of its fields; None where there is no tensor."""

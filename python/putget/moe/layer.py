@@ -20,7 +20,8 @@ from putget.core.expert_major import ExpertMajor, ExpertMajorMemory
 from putget.errors import PutgetError
 from putget.group.communicator import Communicator, collective
 from putget.memory.workspace import resolve_device
-from putget.moe.experts import GATES, Bf16Experts, Fp8Experts, Gate
+from putget.moe.experts import Bf16Experts, Fp8Experts
+from putget.moe.kernels import GATES, Gate
 from putget.moe.loading import DenseState, load_networks, load_router
 from putget.moe.lost import LayerMetrics, LostExperts
 from putget.moe.placed import SlotOptions, place_experts
@@ -310,7 +311,9 @@ class ExpertParallelMoE(nn.Module):
         self._statistics = statistics
 
     @torch.no_grad()
-    def forward(self, x: Tensor, *, num_valid_tokens: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, *, num_valid_tokens: Tensor | None = None, busiest_tokens: int | None = None
+    ) -> Tensor:
         """The layer.
 
         It computes in the types of its weights, its router in float32, whatever ``torch.autocast`` says. Under autocast
@@ -319,6 +322,8 @@ class ExpertParallelMoE(nn.Module):
         Args:
             x: [num_tokens, hidden_size] bfloat16, contiguous; num_tokens up to max_tokens_per_rank, also 0.
             num_valid_tokens: One int32 on the device: tokens from there on go to no routed expert (a padded graph).
+            busiest_tokens: Most tokens that any rank has in this round, where the caller knows: kernels are chosen for
+                it. It changes the speed alone. By default this rank's own; one without tokens is ready for all.
 
         Returns:
             [num_tokens, hidden_size] bfloat16: routed experts and shared experts.
@@ -333,13 +338,13 @@ class ExpertParallelMoE(nn.Module):
             x = x.to(torch.bfloat16)
         if torch.compiler.is_compiling():
             return self._operator(x, num_valid_tokens)
-        return self.run(x, num_valid_tokens)
+        return self.run(x, num_valid_tokens, busiest_tokens)
 
-    def run(self, x: Tensor, num_valid_tokens: Tensor | None) -> Tensor:
+    def run(self, x: Tensor, num_valid_tokens: Tensor | None, busiest_tokens: int | None = None) -> Tensor:
         """The work of ``forward``; ``torch.compile`` sees it as one operator."""
         if torch.is_autocast_enabled(self.device.type):  # it would change the types of products and of the router
             with torch.autocast(self.device.type, enabled=False):
-                return self.run(x, num_valid_tokens)
+                return self.run(x, num_valid_tokens, busiest_tokens)
         self.check_input("x", x)
         a2a = self.a2a
         self._lost.begin_round()
@@ -347,15 +352,19 @@ class ExpertParallelMoE(nn.Module):
             self._looked_at_weights = warn_unwritten(self.experts)
         overlapped = self.overlap_shared and self.shared is not None
         ids, weights, payloads = self.route(x, num_valid_tokens)
-        stats = None if self._statistics is None else self._statistics.stats
+        further: dict[str, Any] = {
+            "num_valid_tokens": num_valid_tokens,
+            "stats": None if self._statistics is None else self._statistics.stats,
+            "busiest_tokens": busiest_tokens,
+        }
         if not overlapped:
             with self.range("dispatch"):
-                received = a2a.dispatch(ids, weights, *payloads, num_valid_tokens=num_valid_tokens, stats=stats)
+                received = a2a.dispatch(ids, weights, *payloads, **further)
             addend = self.run_shared(payloads)
         else:
             self._beside.fork()
             with self.range("dispatch_start"):
-                a2a.dispatch_start(ids, weights, *payloads, num_valid_tokens=num_valid_tokens, stats=stats)
+                a2a.dispatch_start(ids, weights, *payloads, **further)
             with self._beside.on_it():
                 addend = self.run_shared(payloads)
             with self.range("dispatch_finish"):
@@ -366,7 +375,7 @@ class ExpertParallelMoE(nn.Module):
             grouped = received.expert_major(memory=self.grouped_memory)
         if overlapped and len(x) >= _SHARED_FILL_FROM:
             self._beside.join()
-        rows = self.run_experts(grouped, len(x))
+        rows = self.run_experts(grouped, max(len(x), busiest_tokens or 0))
         if overlapped and len(x) < _SHARED_FILL_FROM:
             self._beside.join()
         with self.range("combine"):
@@ -401,10 +410,13 @@ class ExpertParallelMoE(nn.Module):
             return output
 
     def run_experts(self, grouped: ExpertMajor, num_tokens: int) -> Tensor:
-        """The output of this rank's experts for the rows that came, [capacity, hidden_size]."""
+        """The output of this rank's experts for the rows that came, [capacity, hidden_size].
+
+        num_tokens are those of the busiest rank, as far as this one knows.
+        """
         with self.range("experts"):
-            # The rows of an expert if every rank has as many tokens as this one.
-            pairs = max(1, num_tokens) * self.a2a.ep_size * self.top_k
+            # The rows of an expert if every rank has as many tokens. Without any this rank knows nothing of the others.
+            pairs = (num_tokens or self.max_tokens_per_rank) * self.a2a.ep_size * self.top_k
             rows: Tensor = self.experts(grouped.payloads, grouped, -(-pairs // self.num_slots))
             return rows
 
