@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import importlib
 import json
 import os
 import pstats
@@ -36,6 +37,7 @@ import putget
 from putget.adapters import deep_ep
 from putget.adapters.flashinfer import MoeAlltoAll
 from putget.moe import ExpertParallelMoE
+from putget_bench.profiles import dispatch_row_bytes
 
 HIDDEN, TOP_K, EXPERTS = 7168, 8, 256
 CALLS, PAIRS, PROFILED = 200, 100, 200
@@ -106,15 +108,20 @@ def flashinfer(comm: putget.Communicator, tokens: int, device: torch.device, **o
 
 def flashinfer_itself(comm: putget.Communicator, tokens: int, device: torch.device) -> Case:
     """FlashInfer's own class; raises where it is not installed or cannot run here."""
-    from flashinfer.comm import Mapping
-    from flashinfer.comm.trtllm_moe_alltoall import MoeAlltoAll as Itself
+    peer: Any = importlib.import_module("putget_bench.peers.flashinfer")
+    row = putget.Payload((HIDDEN,), torch.bfloat16)
 
-    mapping = Mapping(
-        world_size=comm.size, rank=comm.rank, tp_size=comm.size, moe_ep_size=comm.size, gpus_per_node=comm.size
-    )
-    return flashinfer_like(
-        lambda: Itself(mapping, tokens, TOP_K, EXPERTS, hidden_size=HIDDEN), comm.rank, tokens, device
-    )
+    def make() -> Any:
+        return peer.connect(
+            ep_size=comm.size,
+            max_tokens_per_rank=tokens,
+            top_k=TOP_K,
+            num_experts=EXPERTS,
+            dispatch_row_bytes=dispatch_row_bytes([row], TOP_K),
+            combine_row_bytes=row.row_bytes,
+        )
+
+    return flashinfer_like(make, comm.rank, tokens, device)
 
 
 def deep_ep_normal(comm: putget.Communicator, tokens: int, device: torch.device) -> Case:

@@ -1,10 +1,13 @@
 """One mixture-of-experts layer, with its rows moved by putget, NCCL and FlashInfer: the same experts in all.
 
     python benchmarks/moe_layer.py -b 8 -e 2048 -f 4 --peers nccl,flashinfer --kernel_breakdown
+    python benchmarks/moe_layer.py --from_ids --no_shared --num_experts 32 --groups 1 1 --output_file layer.json
 
 Every way to move rows is checked before it is timed: some tokens against a dense layer in float32, all tokens against
 the layer of putget. A time is that of the slowest rank, in a CUDA graph, aligned by a barrier between the ranks; of all
 iterations the median. "experts" is what the experts of this rank take for the rows that came, with nothing around them.
+With --from_ids the layer begins with the ids that its router chose before, or with those of a Zipf distribution.
+--kernel_breakdown keeps the kernels of one layer, too, with start and end: benchmarks/moe_layer_plot.py draws them.
 On the CPU (--device cpu, with small sizes) it runs over gloo: that checks this program, and times nothing of interest.
 """
 
@@ -19,12 +22,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from moe_layer_contenders import Contender, make_contenders
-from moe_layer_weights import ModelShape, dense_output, make_state
+from moe_layer_contenders import ChosenLayer, Contender, make_contenders
+from moe_layer_weights import ModelShape, choose_by_zipf, dense_output, make_state, route
 from torch import Tensor
 
 from putget import Communicator
-from putget.moe import ExpertParallelMoE, GroupLimitedRouting
+from putget.moe import GroupLimitedRouting
 from putget_bench import environment, kernels, launch
 from putget_bench.roofline import Link, make_timer
 from putget_bench.settings import batch_sizes
@@ -35,20 +38,22 @@ _CHECKED_TOKENS = 3  # of each rank, against the dense layer: each needs the wei
 _TOLERANCES = {"fp8": 2.0**-4, "bf16": 2.0**-6}
 # Against putget's own layer the experts' results are the same; sums of them are rounded to BF16 in another order.
 _TOLERANCE_AMONG_EACH_OTHER = 2.0**-6
-_ROUNDS_OF_BREAKDOWN = 20
 _KERNELS_NAMED = 14
 # The work of kernels, by parts of their names, for the table. With BF16 weights products of shared experts count as the
 # router's.
 _KINDS = {
     "router": ("choose_kernel", "nvjet"),
     "quantisation": ("quantise_kernel",),
-    "experts' products": ("grouped_kernel", "Gemm"),
+    "experts' products": ("grouped_kernel", "product_kernel", "Gemm"),
     "activation": ("activation_kernel",),
     "rows by expert": ("count_kernel", "place_kernel"),
     "sums of experts": ("finalize_kernel",),
     "rows out": ("dispatch_kernel", "AllGather", "A2ADispatch", "A2ASanitize", "A2APrepareDispatch"),
     "rows back": ("combine_kernel", "combine_bulk_kernel", "ReduceScatter", "A2ACombine", "A2APrepareCombine"),
 }
+
+
+_OTHERS = "all others"
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,11 @@ class Settings:
     peers: tuple[str, ...]
     kernel_breakdown: bool
     seed: int
+    from_ids: bool = False
+    zipf: bool = False
+    few_ranks: int = 0
+    few_tokens: int = 0
+    tell: bool = False
 
 
 def work(context: launch.RankContext, settings: Settings, emit: launch.Emit) -> int:
@@ -73,7 +83,7 @@ def work(context: launch.RankContext, settings: Settings, emit: launch.Emit) -> 
     communicator = Communicator()
     link = Link(communicator, context, 1 << 20, is_cuda)
     timer = make_timer(device, link.barrier, is_cuda)
-    layer = ExpertParallelMoE(
+    layer = ChosenLayer(
         communicator,
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
@@ -83,7 +93,7 @@ def work(context: launch.RankContext, settings: Settings, emit: launch.Emit) -> 
         routing=GroupLimitedRouting(shape.num_groups, shape.topk_groups),
         router_bias=True,
         router_dtype=torch.bfloat16,
-        shared_intermediate_size=shape.intermediate,
+        shared_intermediate_size=shape.intermediate if shape.shared else 0,
         weight_dtype=torch.float8_e4m3fn if shape.weights == "fp8" else torch.bfloat16,
         device=device,
         timeout_s=120.0,
@@ -93,9 +103,13 @@ def work(context: launch.RankContext, settings: Settings, emit: launch.Emit) -> 
     exit_code = 0
     for batch in settings.batches:
         generator = torch.Generator(device).manual_seed(settings.seed * 1009 + 17 * context.rank + batch)
-        x = torch.randn(batch, shape.hidden, generator=generator, device=device).bfloat16()
+        here = settings.few_tokens if context.rank < settings.few_ranks else batch
+        layer.busiest_tokens = batch if settings.tell else None
+        x = torch.randn(here, shape.hidden, generator=generator, device=device).bfloat16()
+        chosen = choose_by_zipf(shape, x, generator) if settings.zipf else route(shape, settings.seed, x)
+        layer.chosen = chosen if settings.from_ids or settings.zipf else None
         emit({"kind": "stage", "text": f"{batch} tokens a rank: checking"})
-        wrong = check(settings, contenders, layer, x)
+        wrong = check(settings, contenders, layer, x, chosen)
         everyone: list[list[str]] = [[]] * context.size
         dist.all_gather_object(everyone, wrong)
         for rank, texts in enumerate(everyone):
@@ -108,7 +122,7 @@ def work(context: launch.RankContext, settings: Settings, emit: launch.Emit) -> 
         results = time_all(settings, timer, contenders, layer, x)
         if settings.kernel_breakdown and is_cuda:
             for contender, result in zip(contenders, results["contenders"], strict=True):
-                result["kernels"] = breakdown(contender, x)
+                result["kernels"], result["timeline"] = breakdown(contender, x)
         emit({"kind": "size", "size": {"batch_size": batch, "checked": True, **results}})
     for contender in contenders:
         contender.close()
@@ -118,24 +132,31 @@ def work(context: launch.RankContext, settings: Settings, emit: launch.Emit) -> 
     return exit_code
 
 
-def check(settings: Settings, contenders: list[Contender], layer: ExpertParallelMoE, x: Tensor) -> list[str]:
+def check(
+    settings: Settings,
+    contenders: list[Contender],
+    layer: ChosenLayer,
+    x: Tensor,
+    chosen: tuple[Tensor, Tensor],
+) -> list[str]:
     """The mistakes in the results on this rank."""
     ours = layer(x)
     every = max(1, -(-len(x) // _CHECKED_TOKENS))
-    picked, dense = ours[::every], dense_output(settings.shape, settings.seed, x[::every].contiguous())
+    of_picked = (chosen[0][::every], chosen[1][::every])
+    picked, dense = ours[::every], dense_output(settings.shape, settings.seed, x[::every].contiguous(), of_picked)
     wrong = []
     for name, got, want, allowed in (
         ("putget against the dense layer", picked, dense, _TOLERANCES[settings.shape.weights]),
         *((c.name, c.run(x), ours, _TOLERANCE_AMONG_EACH_OTHER) for c in contenders),
     ):
         error = (got.float() - want.float()).norm(dim=1) / want.float().norm(dim=1)
-        if not float(error.max()) <= allowed:
+        if len(error) and not float(error.max()) <= allowed:
             wrong.append(f"{name}: relative error {float(error.max()):.3g} is above {allowed:.3g}")
     return wrong
 
 
 def time_all(
-    settings: Settings, timer: Any, contenders: list[Contender], layer: ExpertParallelMoE, x: Tensor
+    settings: Settings, timer: Any, contenders: list[Contender], layer: ChosenLayer, x: Tensor
 ) -> dict[str, Any]:
     """Latencies of all contenders, in turns, and of the experts alone."""
     length, num_series = series_length(settings.iters)
@@ -169,6 +190,7 @@ def time_all(
                 "percentiles_us": percentiles(times[contender.name]),
                 "num_readings": len(times[contender.name]),
                 "kernels": None,
+                "timeline": None,
             }
             for contender in contenders
         ],
@@ -183,10 +205,15 @@ class _AsPhases:
         self.write_rows = self.combine = lambda: None
 
 
-def breakdown(contender: Contender, x: Tensor) -> list[dict[str, Any]]:
-    """Microseconds a layer of the kernels on this rank, the most time first, and of all others together."""
+def breakdown(contender: Contender, x: Tensor) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Microseconds a layer of the kernels on this rank, the most time first, and of all others together; one layer."""
     phases: Any = _AsPhases(contender, x)
-    found = kernels.breakdown(phases, cuda_graph=True)
+    ran = kernels.intervals(phases, cuda_graph=True)
+    timeline = [
+        {"name": name[:80], "kind": kind_of(name), "start_us": start, "end_us": end}
+        for name, start, end in kernels.of_one_round(ran)
+    ]
+    found = kernels.by_kernel(ran)
     rows = [
         (kernel["name"][:80], kernel["calls"], kernel["calls"] * kernel["mean_us"]) for kernel in found[:_KERNELS_NAMED]
     ]
@@ -194,10 +221,16 @@ def breakdown(contender: Contender, x: Tensor) -> list[dict[str, Any]]:
     if rest:
         calls = sum(kernel["calls"] for kernel in rest)
         rows.append(("all others", calls, sum(kernel["calls"] * kernel["mean_us"] for kernel in rest)))
-    return [
-        {"name": name, "us_per_layer": time / _ROUNDS_OF_BREAKDOWN, "calls_per_layer": calls / _ROUNDS_OF_BREAKDOWN}
+    summary = [
+        {"name": name, "us_per_layer": time / kernels.ROUNDS, "calls_per_layer": calls / kernels.ROUNDS}
         for name, calls, time in rows
     ]
+    return summary, timeline
+
+
+def kind_of(name: str) -> str:
+    """The work of a kernel."""
+    return next((kind for kind, parts in _KINDS.items() if any(part in name for part in parts)), _OTHERS)
 
 
 def table(sizes: list[dict[str, Any]]) -> str:
@@ -219,14 +252,13 @@ def table(sizes: list[dict[str, Any]]) -> str:
 def breakdown_table(size: dict[str, Any]) -> str:
     """Markdown: microseconds a layer on rank 0, by what kernels do. Kernels of two streams run at the same time."""
     lines = [
-        f"| {size['batch_size']} tokens a rank | " + " | ".join([*_KINDS, "all others"]) + " |",
+        f"| {size['batch_size']} tokens a rank | " + " | ".join([*_KINDS, _OTHERS]) + " |",
         "|---" * (2 + len(_KINDS)) + "|",
     ]
     for contender in size["contenders"]:
-        times = dict.fromkeys([*_KINDS, "all others"], 0.0)
+        times = dict.fromkeys([*_KINDS, _OTHERS], 0.0)
         for kernel in contender["kernels"]:
-            kind = next((kind for kind, parts in _KINDS.items() if any(p in kernel["name"] for p in parts)), None)
-            times[kind or "all others"] += kernel["us_per_layer"]
+            times[kind_of(kernel["name"])] += kernel["us_per_layer"]
         lines.append(f"| {contender['name']} | " + " | ".join(f"{time:.1f}" for time in times.values()) + " |")
     return "\n".join(lines)
 
@@ -249,6 +281,12 @@ def parse(arguments: list[str]) -> tuple[Settings, argparse.Namespace]:
     parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--peers", default="nccl")
     parser.add_argument("--kernel_breakdown", action="store_true")
+    parser.add_argument("--from_ids", action="store_true", help="the router's choice is made before")
+    parser.add_argument("--zipf", action="store_true", help="ids of a Zipf distribution; no router")
+    parser.add_argument("--few_ranks", type=int, default=0, help="so many ranks have few tokens; not with peers")
+    parser.add_argument("--few_tokens", type=int, default=0, help="of such a rank")
+    parser.add_argument("--tell", action="store_true", help="these ranks know how many tokens the others have")
+    parser.add_argument("--no_shared", action="store_true", help="no shared expert")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output_file", type=Path)
     given = parser.parse_args(arguments)
@@ -262,6 +300,7 @@ def parse(arguments: list[str]) -> tuple[Settings, argparse.Namespace]:
         given.groups[0],
         given.groups[1],
         given.weights,
+        not given.no_shared,
     )
     settings = Settings(
         shape,
@@ -273,6 +312,11 @@ def parse(arguments: list[str]) -> tuple[Settings, argparse.Namespace]:
         tuple(name for name in given.peers.split(",") if name),
         given.kernel_breakdown,
         given.seed,
+        given.from_ids,
+        given.zipf,
+        given.few_ranks,
+        given.few_tokens,
+        given.tell,
     )
     return settings, given
 

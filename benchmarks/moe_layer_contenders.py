@@ -20,6 +20,24 @@ from putget_bench.peers.collectives import all_gather, as_bytes, reduce_scatter
 from putget_bench.profiles import dispatch_row_bytes
 
 
+class ChosenLayer(ExpertParallelMoE):
+    """A layer that is told which experts its tokens have.
+
+    Attributes:
+        chosen: ids and weights [num_tokens, top_k]; None: its router chooses.
+        busiest_tokens: as ``forward`` takes them.
+    """
+
+    chosen: tuple[Tensor, Tensor] | None = None
+    busiest_tokens: int | None = None
+
+    def route(self, x: Tensor, num_valid_tokens: Tensor | None = None) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """See ``ExpertParallelMoE.route``."""
+        if self.chosen is None:
+            return super().route(x, num_valid_tokens)
+        return *self.chosen, self.experts.prepare(x)
+
+
 class Contender(Protocol):
     """One way to move rows.
 
@@ -36,12 +54,11 @@ class Contender(Protocol):
         """Gives everything back."""
 
 
-def make_contenders(layer: ExpertParallelMoE, peers: tuple[str, ...], emit: Emit) -> list[Contender]:
-    """putget in two ways, and the peers that are there. Collective."""
-    made: list[Contender] = [
-        Putget("putget", layer, overlap_shared=True),
-        Putget("putget, one after the other", layer, overlap_shared=False),
-    ]
+def make_contenders(layer: ChosenLayer, peers: tuple[str, ...], emit: Emit) -> list[Contender]:
+    """putget, where there are shared experts in two ways, and the peers that are there. Collective."""
+    made: list[Contender] = [Putget("putget", layer, overlap_shared=True)]
+    if layer.shared is not None:
+        made.append(Putget("putget, one after the other", layer, overlap_shared=False))
     for name in peers:
         try:
             contender: Contender | None = {"nccl": Gather, "flashinfer": FlashInfer}[name](layer)
@@ -60,7 +77,7 @@ def make_contenders(layer: ExpertParallelMoE, peers: tuple[str, ...], emit: Emit
 class Putget:
     """``ExpertParallelMoE`` as it is."""
 
-    def __init__(self, name: str, layer: ExpertParallelMoE, *, overlap_shared: bool) -> None:
+    def __init__(self, name: str, layer: ChosenLayer, *, overlap_shared: bool) -> None:
         self.name = name
         self._layer = layer
         self._overlap_shared = overlap_shared
@@ -68,7 +85,7 @@ class Putget:
     def run(self, x: Tensor) -> Tensor:
         """See ``Contender.run``."""
         self._layer.overlap_shared = self._overlap_shared
-        out: Tensor = self._layer(x)
+        out: Tensor = self._layer(x, busiest_tokens=self._layer.busiest_tokens)
         return out
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ class ModelShape:
 
     Attributes:
         weights: "fp8" or "bf16".
+        shared: whether there is a shared expert, as large as the others.
     """
 
     hidden: int
@@ -28,6 +29,7 @@ class ModelShape:
     num_groups: int
     topk_groups: int
     weights: str
+    shared: bool = True
 
 
 class State(Mapping[str, Tensor]):
@@ -86,16 +88,29 @@ def make_state(shape: ModelShape, seed: int, device: torch.device) -> Mapping[st
     return State(shape, seed, device)
 
 
-def dense_output(shape: ModelShape, seed: int, x: Tensor) -> Tensor:
-    """[num_tokens, hidden] float32: the layer with no parallelism, on rows and weights as FP8 leaves them."""
+def route(shape: ModelShape, seed: int, x: Tensor) -> tuple[Tensor, Tensor]:
+    """ids and weights [num_tokens, top_k] that the layer's router gives."""
     state = make_state(shape, seed, x.device)
     logits = x.float() @ state["gate.weight"].float().T
     rule = GroupLimitedRouting(shape.num_groups, shape.topk_groups)
-    ids, weights = rule.route(logits, shape.top_k, state["gate.e_score_correction_bias"])
+    return rule.route(logits, shape.top_k, state["gate.e_score_correction_bias"])
+
+
+def choose_by_zipf(shape: ModelShape, x: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """ids and weights [num_tokens, top_k]: expert e is asked for at random, 1 / (e + 1) as often as the first."""
+    likely = 1.0 / torch.arange(1, shape.num_experts + 1, device=x.device)
+    ids = torch.multinomial(likely.expand(len(x), -1), shape.top_k, generator=generator)
+    return ids.int(), torch.full(ids.shape, 1.0 / shape.top_k, device=x.device)
+
+
+def dense_output(shape: ModelShape, seed: int, x: Tensor, chosen: tuple[Tensor, Tensor]) -> Tensor:
+    """[num_tokens, hidden] float32: the layer with no parallelism, on rows and weights as FP8 leaves them."""
+    state = make_state(shape, seed, x.device)
+    ids, weights = chosen
     rows = x.float()
     if shape.weights == "fp8":
         rows = grouped_fp8.dequantise_rows(*grouped_fp8.quantise_rows(x))
-    out = _network(state, "shared_experts", rows)
+    out = _network(state, "shared_experts", rows) if shape.shared else torch.zeros_like(rows)
     for token, row in enumerate(rows):
         for expert, weight in zip(ids[token].tolist(), weights[token], strict=True):
             out[token] += weight * _network(state, f"experts.{expert}", row[None])[0]

@@ -154,7 +154,7 @@ class Putget:
             **settings.combine_options(),
         }
         self._settings = settings
-        self._beside: dict[str, Tensor] = {}
+        self._beside: dict[str, Any] = {}
         self._all_to_all = AllToAll(communicator, **{**arguments, **options})
 
     def memory_map(self) -> str:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from tests.project.checkout import ROOT
 
@@ -38,3 +41,35 @@ def test_benchmark_on_the_cpu(tmp_path: Path) -> None:
             "gloo all-gather + reduce-scatter",
         ]
         assert all(contender["latency_us"] > 0 for contender in size["contenders"])
+
+
+def test_from_ids_with_ranks_that_differ(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    options = "--peers= --iters 2 --warmup 1 --zipf --no_shared --few_ranks 1 --tell"
+    command = f"benchmarks/moe_layer.py --ep_size 2 --device cpu {SMALL} {options}"
+    result = subprocess.run(
+        [sys.executable, *command.split(), "--output_file", str(report)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    sizes = json.loads(report.read_text())["sizes"]
+    assert [[contender["name"] for contender in size["contenders"]] for size in sizes] == [["putget"]] * 2
+
+
+def test_a_timeline_is_drawn(tmp_path: Path) -> None:
+    """The newest report of four GPUs as a picture: a panel for each of its sizes, each kernel inside of its panel."""
+    namespace = runpy.run_path(str(ROOT / "benchmarks/moe_layer_plot.py"))
+    report = json.loads((ROOT / "benchmarks/results/2026-11-28_4xh200_moe_layer.json").read_text())
+    figure = namespace["make_figure"](report, 4.8e6, 1490e6)
+    assert len(figure.axes) == len(report["sizes"])
+    for axes, size in zip(figure.axes, report["sizes"], strict=True):
+        timeline = size["contenders"][0]["timeline"]
+        assert len(axes.patches) == len(timeline)
+        assert axes.get_xlim()[1] >= max(kernel["end_us"] for kernel in timeline)
+    floor = namespace["floor_us"](report["settings"]["shape"], report["sizes"][0], 4.8e6, 1490e6)
+    assert floor == pytest.approx(8 * 3 * 7168 * 2048 / 4.8e6)
