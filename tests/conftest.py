@@ -20,7 +20,7 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 from tests import harness
-from tests.harness import proofs
+from tests.harness import proofs, warm
 from tests.harness.workers import in_order, spread_gpus
 
 spread_gpus(torch.cuda.device_count(), os.environ)
@@ -63,3 +63,4 @@ def rank_pools() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     harness.close_pools()
+    warm.close()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import re
 import subprocess
-import sys
 import threading
 
 import pytest
 import torch
 
 import putget
+from tests.harness import warm
 
 SAMPLE = re.compile(r"^(?P<name>putget_\w+)\{(?P<labels>[^}]*)\} (?P<value>\d+)$")
 
@@ -108,7 +108,7 @@ putget.AllToAll(comm, num_experts=1, top_k=1, max_tokens_per_rank=1, payloads=[r
 )
 def test_the_environment_says_what_is_written(level: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PUTGET_LOG", level)
-    done = subprocess.run([sys.executable, "-c", ROUND], capture_output=True, text=True, check=False)
+    done = subprocess.run([warm.python(), "-c", ROUND], capture_output=True, text=True, check=False)
     assert (done.returncode == 0) == (level != "loud")
     assert words in done.stderr
     if level == "warning":

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
+
+from tests.harness import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 # Python functions and calls into C of one pair, a few above what was counted: 48 and 14, 117 and 40, 140 and 44.
@@ -15,7 +16,7 @@ BOUNDS = {"alltoall": (52, 18), "flashinfer_class": (125, 46), "flashinfer_class
 def test_an_eager_pair_makes_few_calls(tmp_path: Path) -> None:
     output = tmp_path / "host_time.json"
     words = ["--device", "cpu", "--tokens", "2", "--callers", ",".join(BOUNDS), "--steps", "5"]
-    program = [sys.executable, str(ROOT / "benchmarks" / "host_time.py"), *words, "--output_file", str(output)]
+    program = [warm.python(), str(ROOT / "benchmarks" / "host_time.py"), *words, "--output_file", str(output)]
     done = subprocess.run(program, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     report = json.loads(output.read_text())

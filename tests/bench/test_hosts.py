@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import jsonschema
 import pytest
 
 from putget_bench import report
-from tests.harness import hosts
+from tests.harness import hosts, warm
 
 pytest.importorskip("putget_transfer._native", reason="putget_transfer is not built: see `make transfer`")
 
@@ -22,7 +21,7 @@ LIMIT_S = 240
 
 def start(name: str, node: int, flags: str, ranks: int = 2) -> subprocess.Popen[str]:
     """torchrun on a host; the first one has the store."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node)]
+    torchrun = [warm.python(), "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node)]
     store = ["--nproc-per-node", str(ranks), "--master-addr", f"{hosts.NETWORK}.1", "--master-port", "29500"]
     return subprocess.Popen(
         ["ip", "netns", "exec", name, *torchrun, *store, "-m", "putget", *flags.split()],

@@ -14,6 +14,7 @@ import pytest
 
 from putget import hardware
 from putget_bench import cli, report
+from tests.harness import warm
 
 ROOT = Path(__file__).parents[2]
 BENCH = "bench --device cpu --ep_size 2 -b 2 -e 2 --iters 2 --hidden_size 64"
@@ -39,7 +40,7 @@ def without_waits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(library: Path, flags: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PUTGET_LIBRARY": str(library)}
-    command = [sys.executable, "-m", "putget", *flags.split()]
+    command = [warm.python(), "-m", "putget", *flags.split()]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
@@ -95,7 +96,7 @@ def test_one_rank_plays_alone(without_waits: Path) -> None:
     """No wait is left in what is timed, neither in whole calls nor in halves: nobody comes, nobody is missed."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PUTGET_LIBRARY": str(without_waits), "PYTHONPATH": path}
-    command = [sys.executable, "-c", ALONE]
+    command = [warm.python(), "-c", ALONE]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
 

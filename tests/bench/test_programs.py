@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import jsonschema
 import pytest
 
 from putget_bench import report
+from tests.harness import warm
 from tests.project.checkout import ROOT
 
 RUNS = """
@@ -22,7 +22,7 @@ distribution_3: bench --batches 3 --hidden_size 256 --iters 5 --warmup 1 --iter_
 
 
 def run(program: str, *arguments: str) -> str:
-    command = [sys.executable, str(ROOT / "benchmarks" / program), *arguments]
+    command = [warm.python(), str(ROOT / "benchmarks" / program), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -92,7 +92,7 @@ def test_builds_take_turns(tmp_path: Path, turns: int) -> None:
 )
 def test_a_build_that_cannot_be_timed_ends_it(tmp_path: Path, words: list[str], code: int, said: str) -> None:
     """Nothing is timed in the place of what was named."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "builds.py"), "--out", str(tmp_path), *words]
+    command = [warm.python(), str(ROOT / "benchmarks" / "builds.py"), "--out", str(tmp_path), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
     assert done.returncode == code
     assert said in done.stderr
@@ -110,7 +110,7 @@ def test_launches_stand_beside_the_rules(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fields", ["rows=1", "blocks", "blocks=many", "splits=3"])
 def test_what_is_no_launch_is_said(fields: str) -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "launches.py"), "--combine", fields]
+    command = [warm.python(), str(ROOT / "benchmarks" / "launches.py"), "--combine", fields]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert f"{fields!r} is no launch" in done.stderr
@@ -144,5 +144,5 @@ def test_a_wrong_result_ends_an_overlap_with_an_error() -> None:
         "sys.argv = ['x', '--ep_size', '2', '--device', 'cpu']\n"
         f"runpy.run_path({str(ROOT / 'benchmarks' / 'overlap.py')!r}, run_name='__main__')\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([warm.python(), "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (1, "MISMATCH rank 1\n"), done.stderr

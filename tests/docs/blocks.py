@@ -32,6 +32,7 @@ from unittest import mock
 import torch
 from markdown_it import MarkdownIt
 
+from tests.harness import warm
 from tests.project.checkout import ROOT
 
 DOCS = ROOT / "docs"
@@ -103,6 +104,14 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PATH": path, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
+def _warm(command: list[str]) -> list[str]:
+    """The command, by a Python that has imported torch."""
+    modules = {"putget": "putget", "torchrun": "torch.distributed.run"}
+    if command[0] in modules:
+        return [warm.python(), "-m", modules[command[0]], *command[1:]]
+    return [warm.python() if word == "python" else word for word in command]
+
+
 def _pattern(line: str) -> str:
     """A line of a page, in which "..." stands for any text and blanks for blanks."""
     words = [r"\s+".join(map(re.escape, part.split(" "))) for part in line.strip().split("...")]
@@ -165,7 +174,7 @@ class Page:
                 printed.append(self._run_program(*command[1:]))
                 continue
             result = subprocess.run(
-                [sys.executable if word == "python" else word for word in command],
+                _warm(command),
                 cwd=self.folder,
                 env=_environment(),
                 stdout=subprocess.PIPE,

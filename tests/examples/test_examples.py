@@ -16,16 +16,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import Rank, fresh_ranks
+from tests.harness import Rank, fresh_ranks, warm
 from tests.project.checkout import ROOT
 
 EXAMPLES = ROOT / "examples"
 
 
-def under_torchrun(example: str) -> str:
+def under_torchrun(example: str, python: str) -> str:
     """The output of two ranks, on the CPU also where there are GPUs."""
     result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", f"examples/{example}"],
+        [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", f"examples/{example}"],
         cwd=ROOT,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
@@ -38,29 +38,29 @@ def under_torchrun(example: str) -> str:
 
 
 def test_one_layer() -> None:
-    told = under_torchrun("layer.py")
+    told = under_torchrun("layer.py", sys.executable)  # a new Python, as a reader has it
     for rank, tokens in enumerate((0, 16)):
         assert f"rank {rank} of 2 on cpu: {tokens} tokens, as a dense layer would give" in told
 
 
 def test_a_whole_layer() -> None:
-    assert "4 of 8 experts on each of 2 ranks, cpu" in under_torchrun("moe_layer.py")
+    assert "4 of 8 experts on each of 2 ranks, cpu" in under_torchrun("moe_layer.py", warm.python())
 
 
 def test_a_balanced_layer() -> None:
-    told = under_torchrun("balanced.py")
+    told = under_torchrun("balanced.py", warm.python())
     for rank in range(2):
         assert f"rank {rank} of 2: as a dense layer would give; planned max/mean 1.0" in told
 
 
 def test_a_layer_that_changes_its_placement() -> None:
-    told = under_torchrun("placed_layer.py")
+    told = under_torchrun("placed_layer.py", warm.python())
     for rank in range(2):
         assert f"rank {rank} of 2: the same output with the planned replicas; max/mean 1." in told
 
 
 def test_layers_that_follow_the_load() -> None:
-    told = under_torchrun("online_balancer.py")
+    told = under_torchrun("online_balancer.py", warm.python())
     for rank in range(2):
         found = re.search(rf"rank {rank} of 2: (\d+) experts moved; max/mean (\S+) at first, (\S+) now", told)
         assert found is not None, told

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip(
     "putget_transfer._native", reason="putget_transfer is not built: it needs cargo (see `make transfer`)"
 )
+from tests.harness import warm
 from tests.project.checkout import ROOT
 
 STEPS = 40
@@ -20,7 +21,7 @@ STEPS = 40
 def test_the_reward_rises() -> None:
     path = os.pathsep.join(filter(None, sys.path))
     result = subprocess.run(
-        [sys.executable, "examples/learn.py", str(STEPS)],
+        [warm.python(), "examples/learn.py", str(STEPS)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,

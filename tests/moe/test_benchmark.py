@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 
+from tests.harness import warm
 from tests.project.checkout import ROOT
 
 SCRIPT = ROOT / "benchmarks" / "moe_kernels.py"
 
 
 def test_results_are_checked_without_a_gpu() -> None:
-    command = [sys.executable, str(SCRIPT), "--device", "cpu", "--tokens", "2", "--ep_sizes", "8", "--alignment", "16"]
+    command = [warm.python(), str(SCRIPT), "--device", "cpu", "--tokens", "2", "--ep_sizes", "8", "--alignment", "16"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (0, "correct\n"), done.stderr
 
@@ -24,6 +24,6 @@ def test_a_wrong_result_ends_the_benchmark() -> None:
         "sys.argv = ['x', '--device', 'cpu', '--tokens', '2', '--ep_sizes', '4']\n"
         f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([warm.python(), "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode != 0
     assert "wrong: finalized rows" in done.stderr

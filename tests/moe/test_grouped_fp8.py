@@ -19,6 +19,7 @@ import putget
 from putget.moe import grouped_fp8
 from putget.moe.expert_rows import ExpertRows
 from putget.moe.kernels import GATES, gated_activation
+from tests.harness import warm
 from tests.moe.dense import through_fp8
 from tests.project.checkout import ROOT
 
@@ -142,7 +143,7 @@ def test_kernels_without_a_gpu() -> None:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed")
     result = subprocess.run(
-        [sys.executable, "-m", "tests.moe.interpreted"],
+        [warm.python(), "-m", "tests.moe.interpreted"],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,

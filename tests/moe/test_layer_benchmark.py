@@ -6,11 +6,11 @@ import json
 import os
 import runpy
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.harness import warm
 from tests.project.checkout import ROOT
 
 SMALL = "--hidden_size 256 --intermediate_size 128 --num_experts 16 --top_k 4 --groups 4 2 -b 3 -e 6 -f 2"
@@ -20,7 +20,7 @@ def test_benchmark_on_the_cpu(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     command = f"benchmarks/moe_layer.py --ep_size 2 --device cpu {SMALL} --iters 2 --warmup 1 --peers nccl,flashinfer"
     result = subprocess.run(
-        [sys.executable, *command.split(), "--output_file", str(report)],
+        [warm.python(), *command.split(), "--output_file", str(report)],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.harness import warm
 from tests.stress.words import mix, small
 
 ROUNDS = Path(__file__).with_name("rounds.py")
@@ -18,7 +18,7 @@ ROUNDS = Path(__file__).with_name("rounds.py")
 
 def run(*arguments: str, timeout: float = 120.0) -> tuple[int, dict[str, Any]]:
     done = subprocess.run(
-        [sys.executable, str(ROUNDS), *arguments], capture_output=True, text=True, timeout=timeout, check=False
+        [warm.python(), str(ROUNDS), *arguments], capture_output=True, text=True, timeout=timeout, check=False
     )
     lines = done.stdout.strip().splitlines()
     assert lines, done.stderr

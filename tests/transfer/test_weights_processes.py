@@ -171,7 +171,7 @@ def test_a_trainer_that_is_killed_is_named_by_the_deadline(
 def stopped(remote: Remote) -> None:
     """Wait until a process stands still."""
     end = time.monotonic() + WAIT_S
-    while Path(f"/proc/{remote.process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+    while Path(f"/proc/{remote.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
         assert time.monotonic() < end
         time.sleep(0.001)
 

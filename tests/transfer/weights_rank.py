@@ -14,6 +14,7 @@ import torch
 
 import putget_transfer as pt
 from putget_transfer import weights
+from tests.harness import warm
 from tests.project.checkout import ROOT
 from tests.transfer import weights_models as models
 
@@ -139,12 +140,14 @@ class Remote:
 
     def __init__(self, *arguments: Any) -> None:
         path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
-        command = [sys.executable, "-m", "tests.transfer.weights_rank"]
+        command = [warm.python(), "-m", "tests.transfer.weights_rank"]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}
         )
         self.lock = threading.Lock()
         self.first = arguments
+        assert self.process.stdout is not None
+        self.pid = int(self.process.stdout.readline())
 
     def call(self, name: str, *arguments: Any, **named: Any) -> Any:
         with self.lock:
@@ -164,10 +167,11 @@ class Remote:
         return lambda *arguments, **named: self.call(name, *arguments, **named)
 
     def signal(self, number: int) -> None:
-        self.process.send_signal(number)
+        if self.process.poll() is None:
+            os.kill(self.pid, number)
 
     def end(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
+        self.signal(signal.SIGCONT)
         self.process.kill()
         self.process.wait(60)
 
@@ -176,6 +180,8 @@ def main() -> None:
     """Carry out calls: the first makes the trainer."""
     out, sys.stdout = sys.stdout.buffer, sys.stderr
     torch.set_num_threads(1)
+    out.write(f"{os.getpid()}\n".encode())
+    out.flush()
     rank: Any = None
     while True:
         try:
