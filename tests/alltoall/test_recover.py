@@ -61,12 +61,13 @@ def lose_and_recover(rank: Rank, loss: Loss) -> tuple[tuple[int, ...], tuple[int
     return missing, ranks
 
 
+@pytest.mark.parametrize("losses", [3, pytest.param(8, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("domain_size", [1, 2])
-def test_a_healthy_group_never_splits(domain_size: int) -> None:
+def test_a_healthy_group_never_splits(domain_size: int, losses: int) -> None:
     """Across domains a rank misses the one that it waits for, which may be healthy and wait for the lost one itself."""
     chosen = random.Random(domain_size)
     blamed = []
-    for _ in range(8):
+    for _ in range(losses):
         gone = chosen.randrange(SIZE)
         loss = Loss(gone, chosen.randrange(1, 4), chosen.random() < 0.7)
         found = World().run(SIZE, domain_size, lose_and_recover, loss)
@@ -75,7 +76,7 @@ def test_a_healthy_group_never_splits(domain_size: int) -> None:
             missing, ranks = found[rank]
             assert ranks == healthy, found
             blamed += [(rank, missing)] if set(missing) - {gone} else []
-    assert blamed  # else nothing here was harder than dropping those that are missing
+    assert blamed or losses < 8  # else nothing here was harder than dropping those that are missing
 
 
 @pytest.fixture
