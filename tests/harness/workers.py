@@ -27,25 +27,19 @@ def spread_gpus(num_gpus: int, environment: MutableMapping[str, str]) -> None:
     environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
 
 
-# Files that take minutes, the longest first: begun last, one would run alone at the end. Engines keep a core busy; the
-# files between them wait more.
+# Files that take minutes, the longest first: begun last, one would run alone at the end.
 LONGEST = (
     "protocol/test_model.py",
-    "engines/test_serve.py",
     "protocol/test_ctas.py",
-    "engines/test_vllm.py",
+    "transfer/test_verbs.py",
     "protocol/test_thread_sanitizer.py",
-    "engines/test_sglang.py",
     "bench/test_programs.py",
-    "engines/test_vllm_kv.py",
-    "engines/test_vllm_recipe.py",
     "protocol/test_landing.py",
-    "engines/test_transformers.py",
     "alltoall/test_faults_agreement.py",
-    "engines/test_sglang_kv.py",
-    "engines/test_sglang_recipe.py",
+    "examples/test_examples.py",
+    "alltoall/test_sentinel_rows.py",
     "bench/test_peers.py",
-    "engines/test_weights.py",
+    "docs/test_blocks.py",
     "alltoall/test_domains_faults.py",
     "alltoall/test_domains.py",
     "bench/test_commands.py",

@@ -8,6 +8,7 @@ import subprocess
 
 import pytest
 
+from tests.harness.proofs import proved_by
 from tests.project.checkout import ROOT
 
 # `make transfer-verbs` runs everything; here is what fits into the suite's time.
@@ -17,6 +18,7 @@ SECONDS = 300
 NO_VERDICT = 77
 
 
+@proved_by("transfer/engine", "transfer/vm", "transfer/Cargo.lock")
 def test_the_behaviour_suite_passes_over_verbs() -> None:
     arguments = " ".join(f"--skip {name}" for name in LEFT_OUT)
     result = subprocess.run(
