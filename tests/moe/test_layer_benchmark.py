@@ -48,7 +48,7 @@ def test_from_ids_with_ranks_that_differ(tmp_path: Path) -> None:
     options = "--peers= --iters 2 --warmup 1 --zipf --no_shared --few_ranks 1 --tell"
     command = f"benchmarks/moe_layer.py --ep_size 2 --device cpu {SMALL} {options}"
     result = subprocess.run(
-        [sys.executable, *command.split(), "--output_file", str(report)],
+        [warm.python(), *command.split(), "--output_file", str(report)],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
