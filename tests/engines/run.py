@@ -15,12 +15,15 @@ from pathlib import Path
 import pytest
 
 import putget
+from tests.harness import warm
 
 ROOT = Path(__file__).parents[2]
 ENGINES = ROOT / "build" / "engines"
 
 HAS_TRANSFER = any((ROOT / "transfer" / "python" / "putget_transfer").glob("_native*.so"))
 needs_transfer = pytest.mark.skipif(not HAS_TRANSFER, reason="putget_transfer is not built: see `make transfer`")
+PRELOADS = {"transformers": "tests.engines.preload_transformers"}
+"""To import an engine takes long: once for all its tests."""
 LIMIT_S = 1200  # two idle cores take a tenth of it
 only_with_engines = [
     pytest.mark.skipif(
@@ -49,8 +52,11 @@ def start(engine: str, *arguments: object, **environment: str) -> subprocess.Pop
         "PUTGET_ENGINE_TIMEOUT_S": "120",  # beside other work a rank may get no core for long
         **environment,
     }
+    python = str(python_of(engine))
+    if engine in PRELOADS:
+        python = warm.python(python, PRELOADS[engine], **settings)
     return subprocess.Popen(
-        [str(python_of(engine)), *map(str, arguments)],
+        [python, *map(str, arguments)],
         cwd=ROOT,
         env=settings,
         stdout=subprocess.PIPE,

@@ -82,6 +82,12 @@ def answer_alone(folder: Path, asked: list[dict[str, Any]]) -> None:
     folder.joinpath("alone.json").write_text(json.dumps(texts))
 
 
+def program_of(command: int) -> int:
+    """The process that runs a command: another one if Python is warm (tests/harness/warm.py)."""
+    note = Path(sys.executable).with_name(f"{command}.pid")
+    return int(note.read_text()) if note.exists() else command
+
+
 class Server:
     """The command, and its ranks."""
 
@@ -95,8 +101,9 @@ class Server:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit(f"the server does not answer:\n{self.log}")
             time.sleep(0.05)
-        children = psutil.Process(self.process.pid).children()
-        self.ranks = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+        children = psutil.Process(program_of(self.process.pid)).children()
+        ranks_of_it = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+        self.ranks = [psutil.Process(program_of(child.pid)) for child in ranks_of_it]
 
     @property
     def log(self) -> str:
