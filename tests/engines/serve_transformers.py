@@ -2,10 +2,12 @@
 
 FOLDER/found.json has the clients' texts, beside those of the model alone. In ROUNDS servers of a Qwen3-MoE model a rank
 is killed. If that is 1, DeepSeek-V3 serves well, and GPT-OSS without spare slots loses a rank behind the same requests.
+If it is 0, a server of Qwen3-MoE gets PUTGET_TEST_REQUESTS requests.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import http.client
 import json
@@ -31,7 +33,8 @@ import transformers
 from tests.engines.models import other_configs, save_architecture, save_model, save_tokenizer
 from tests.engines.prompts import free_port
 
-RANKS, EXPERTS, REQUESTS = 3, 10, 24
+RANKS, EXPERTS, REQUESTS = 3, 10, 60
+AT_ONCE, WARM = 24, 200
 PATIENCE_S = 120.0
 BALANCE = ("off", "online", "static")
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,.ABC123"
@@ -144,14 +147,32 @@ class Server:
             text = self.ask("/metrics")[1].decode()
             seen.update(re.findall(r'putget_serve_requests\{rank="(\d)",state="active"\} [1-9]', text))
 
-    def give_up(self, question: dict[str, Any]) -> None:
-        """A client that goes away when it has read the first bytes of a stream."""
+    def give_up(self, question: dict[str, Any], reads: int) -> None:
+        """A client that goes away when it has read so many bytes of a stream; 0: before its answer begins."""
         body = json.dumps({**question, "stream": True, "max_tokens": 60}).encode()
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/v1/completions", body, {"content-type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
-            answer.read(20)
+        client = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
+        with contextlib.suppress(OSError, http.client.HTTPException):  # where a rank is lost
+            client.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+            if reads:
+                client.getresponse().read(reads)
+        client.close()
+
+    def settled(self) -> dict[str, dict[str, float]]:
+        """Requests that have ended on each rank, once it has none, and the threads, files and memory of its process."""
+        found: dict[str, dict[str, float]] = {}
+        deadline = time.monotonic() + PATIENCE_S
+        while len(found) < RANKS and time.monotonic() < deadline:
+            text = self.ask("/metrics")[1].decode()
+            ends = re.findall(r'putget_serve_requests_total\{rank="(\d)",end="\w+"\} (\d+)', text)
+            if len(ends) == 2 and len(re.findall(r'putget_serve_requests\{rank="\d",state="\w+"\} 0\n', text)) == 2:
+                found[ends[0][0]] = {"ended": float(ends[0][1]) + float(ends[1][1])}
+        if len(found) < RANKS:
+            raise SystemExit(f"ranks still have requests: only {sorted(found)} have none")
+        for rank, process in enumerate(self.ranks):
+            files = [process.num_fds() for _ in range(5) if time.sleep(0.1) is None]  # connections that just end
+            held = {"threads": process.num_threads(), "files": min(files), "bytes": process.memory_info().rss}
+            found[str(rank)].update(held)
+        return found
 
     def end(self) -> int | None:
         """Ends it; its exit code, None where it stayed."""
@@ -175,8 +196,8 @@ def all_asked(server: Server, asked: list[dict[str, Any]], gives_up: bool = True
 
     def one(number: int, delay: float) -> None:
         time.sleep(delay)
-        if gives_up and number % 8 == 3:
-            server.give_up(asked[number])
+        if gives_up and number % 4 == 3:
+            server.give_up(asked[number], reads=20 * (number % 8 == 3))
         texts[number] = server.complete(asked[number])
 
     clients = [threading.Thread(target=one, args=(number, 2 * rng.random())) for number in range(len(asked))]
@@ -212,17 +233,24 @@ def load(server: Server, folder: Path) -> int | None:
 def serve_well(folder: Path) -> dict[str, Any]:
     """Requests at random, clients that go away, a rank that stands still for a while, and an end."""
     server = Server(folder / "DeepseekV3", "--stream_interval=4")
+    with all_asked(server, questions()[:8]) as texts:
+        pass
+    before = server.settled()
     with all_asked(server, questions()) as texts:
         time.sleep(1.0)
         server.ranks[1].send_signal(signal.SIGSTOP)
         time.sleep(1.5)
         server.ranks[1].send_signal(signal.SIGCONT)
+        scraped = sorted({server.ask("/metrics")[0] for _ in range(30)})
+    settled = [before, server.settled()]
     metrics = server.ask("/metrics")[1].decode()
     bench = load(server, folder)
     refused = server.ask("/v1/completions", {"prompt": "a" * 300, "max_tokens": 4})
     found = {
         "texts": texts,
         "metrics": metrics,
+        "scraped": scraped,
+        "settled": settled,
         "bench": bench,
         "refused": [refused[0], refused[1].decode()],
         "idle": share_of_a_core(server.ranks, 3.0),
@@ -231,6 +259,32 @@ def serve_well(folder: Path) -> dict[str, Any]:
     found["exit"] = server.end()
     found["left"] = [rank.pid for rank in server.ranks if rank.is_running()]
     return found
+
+
+def serve_many(folder: Path, count: int) -> dict[str, Any]:
+    """Requests at random, many at once; one in five clients goes away. Texts that differ, and what the ranks hold."""
+    server = Server(folder, "--stream_interval=2")
+    asked, alone, rng = questions(), json.loads((folder / "alone.json").read_text()), random.Random(3)
+    turns = [
+        (rng.randrange(REQUESTS), rng.choice((0, 1, 20, 200)) if rng.random() < 0.2 else None)
+        for _ in range(WARM + count)
+    ]
+
+    def one(turn: tuple[int, int | None]) -> str | None:
+        number, reads = turn
+        if reads is not None:
+            server.give_up(asked[number], reads)
+            return None
+        said = server.complete(asked[number])
+        return None if said == alone[number] else f"{number}: {said!r}, alone {alone[number]!r}"
+
+    settled, wrong = [], []
+    with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as clients:
+        for part in (turns[:WARM], turns[WARM:]):
+            wrong += [found for found in clients.map(one, part) if found is not None]
+            settled.append(server.settled())
+    whole = sum(reads is None for _, reads in turns)
+    return {"wrong": wrong, "settled": settled, "sent": len(turns), "whole": whole, "exit": server.end()}
 
 
 def lose_a_rank(folder: Path) -> dict[str, Any]:
@@ -280,6 +334,8 @@ def main(folder: Path, rounds: int) -> None:
     texts = {name: json.loads((folder / name / "alone.json").read_text()) for name in names}
     long = json.loads((folder / "alone.json").read_text())[REQUESTS:]
     found: dict[str, Any] = {"alone": texts, "long": long, "survived": survive(folder, rounds)}
+    if rounds == 0:
+        found["many"] = serve_many(folder, int(os.environ.get("PUTGET_TEST_REQUESTS", "1000")))
     if rounds == 1:
         found |= {"well": serve_well(folder), "lost": lose_a_rank(folder)}
     folder.joinpath("found.json").write_text(json.dumps(found))

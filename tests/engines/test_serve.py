@@ -16,7 +16,9 @@ import pytest
 from putget_bench import serve_report
 from tests.engines.run import ENGINES, only_with_engines, python_of, run
 
-RANKS = 3
+RANKS, REQUESTS = 3, 60
+SPARE_THREADS = 8  # FastAPI's pool grows with requests at once
+LEFT_BYTES = 32 << 20
 pytestmark = only_with_engines
 
 
@@ -40,6 +42,22 @@ def test_texts_are_those_of_the_model_alone(found: dict[str, Any]) -> None:
     for name, texts in (("DeepseekV3", found["well"]["texts"]), ("GptOss", found["lost"]["before"])):
         assert len(set(texts)) > len(texts) // 2, name
         assert texts == found["alone"][name], name
+
+
+def require_nothing_left(settled: list[dict[str, dict[str, float]]], sent: int, whole: int) -> None:
+    """Each request has ended at most once, and those that were not cancelled have; ranks hold what they held before."""
+    ended = [sum(rank["ended"] for rank in one.values()) for one in settled]
+    assert whole <= ended[1] <= sent
+    for rank, before in settled[0].items():
+        after = settled[1][rank]
+        assert after["files"] <= before["files"], rank
+        assert after["threads"] <= before["threads"] + SPARE_THREADS, rank
+
+
+def test_sixty_requests_of_which_some_are_cancelled_leave_nothing_behind(found: dict[str, Any]) -> None:
+    given_up = REQUESTS // 4
+    require_nothing_left(found["well"]["settled"], 8 + 2 + REQUESTS + given_up, 8 + REQUESTS)
+    assert found["well"]["scraped"] == [200]
 
 
 def test_metrics_count_requests_and_passes(found: dict[str, Any]) -> None:
@@ -115,6 +133,17 @@ def test_ranks_that_are_killed_at_random_moments_take_no_other_stream_along(tmp_
     rounds = int(os.environ.get("PUTGET_TEST_ROUNDS", "10"))
     run("transformers", "-m", "tests.engines.serve_transformers", tmp_path, rounds)
     require_survived(json.loads((tmp_path / "found.json").read_text()), rounds)
+
+
+@pytest.mark.soak
+def test_a_thousand_requests_of_which_some_are_cancelled_leave_nothing_behind(tmp_path: Path) -> None:
+    run("transformers", "-m", "tests.engines.serve_transformers", tmp_path, 0)
+    many = json.loads((tmp_path / "found.json").read_text())["many"]
+    assert many["wrong"] == []
+    require_nothing_left(many["settled"], many["sent"], many["whole"])
+    for rank, before in many["settled"][0].items():
+        assert many["settled"][1][rank]["bytes"] < before["bytes"] + LEFT_BYTES, rank
+    assert many["exit"] == 0
 
 
 @pytest.mark.soak
