@@ -107,7 +107,7 @@ def test_ranks_with_other_names_are_refused() -> None:
 def test_wrong_names_are_refused(names: tuple[str, ...]) -> None:
     (comm,) = putget.Communicator.local(1)
     with comm:
-        with pytest.raises(ValueError, match=r"names is .*, expected 1 to 255 names, each once"):
+        with pytest.raises(ValueError, match=r"names is .*, expected 1 to 254 names, each once"):
             Lockstep(comm, names)
         step = Lockstep(comm, ("model", "draft"))
         with pytest.raises(ValueError, match="name is 'other', expected one of 'model', 'draft'"):

@@ -22,8 +22,10 @@ from putget.group import reach
 from putget.group.communicator import Communicator
 from putget.group.handshake import host_identity
 
-_WORD = struct.Struct("!QB")  # a number and a pass's name, by its place in ``names``; or how often a rank has finished
-_FINISHED = 255
+# A number and a pass's name, by its place in ``names``; or how often a rank has finished; or the number of a pause.
+_WORD = struct.Struct("!QB")
+_FINISHED, _PAUSED = 255, 254
+_MOST_NAMES = 254
 _HELLO = struct.Struct("!I16s")  # the rank, and the secret of the one that it connects to
 _NOTHING = -1
 _LOOPBACK = "127.0.0.1"
@@ -75,13 +77,13 @@ class Lockstep:
         idle_passes: Those that it had no token in, as its caller counts them.
 
     Raises:
-        ValueError: Names are none, more than 255, or differ between ranks.
+        ValueError: Names are none, more than 254, or differ between ranks.
         PeerTimeout: A rank did not come in time.
     """
 
     def __init__(self, comm: Communicator, names: Sequence[str] = ("model",), timeout_s: float = 60.0) -> None:
-        if not 1 <= len(set(names)) == len(names) <= _FINISHED:
-            raise ValueError(f"names is {tuple(names)}, expected 1 to {_FINISHED} names, each once")
+        if not 1 <= len(set(names)) == len(names) <= _MOST_NAMES:
+            raise ValueError(f"names is {tuple(names)}, expected 1 to {_MOST_NAMES} names, each once")
         comm.compare("lockstep", {"names": tuple(names)}, timeout_s)
         self._rank, self._names = comm.rank, tuple(names)
         self.number = self.idle_passes = 0
@@ -89,6 +91,7 @@ class Lockstep:
         self._begun: dict[int, int] = {}  # by rank: the name of the pass after ``number`` that it has begun
         self._later: dict[int, list[tuple[int, int]]] = {}  # by rank: what it has said of passes behind that
         self._finished = dict.fromkeys(range(comm.size), 0)
+        self._paused = dict.fromkeys(range(comm.size), 0)
         self._rest = dict.fromkeys(range(comm.size), b"")
         self._lost: set[int] = set()
         self._peers = _connect(comm, timeout_s)
@@ -163,13 +166,30 @@ class Lockstep:
             self._listen()
         return min(self._finished.values()) >= self._finished[self._rank]
 
+    def pause(self, number: int) -> None:
+        """This rank begins no pass until its caller goes on, and says so. It takes part until all ranks have said it.
+
+        Args:
+            number: Of the pause, the same on all ranks, and higher than that of the one before.
+
+        Raises:
+            PeerTimeout: A rank is gone. The others have been told.
+        """
+        self._paused[self._rank] = number
+        self._say(number, _PAUSED)
+
+    @property
+    def all_paused(self) -> bool:
+        """Whether all ranks have come to this rank's pause: no pass is under way on any of them, and none begins."""
+        return min(self._paused.values()) >= self._paused[self._rank]
+
     def leave_out(self, ranks: Iterable[int]) -> None:
         """Goes on without some ranks, as all others do. Passes that they alone have begun are forgotten."""
         for rank in ranks:
             peer = self._peers.pop(rank, None)
             if peer is not None:
                 peer.close()
-            for kept in (self._begun, self._later, self._rest, self._finished):
+            for kept in (self._begun, self._later, self._rest, self._finished, self._paused):
                 kept.pop(rank, None)
             self._lost.discard(rank)
 
@@ -221,6 +241,8 @@ class Lockstep:
         for number, code in _WORD.iter_unpack(came[:whole]):
             if code == _FINISHED:
                 self._finished[rank] = number
+            elif code == _PAUSED:
+                self._paused[rank] = number
             elif number == self.number + 1:
                 self._begun[rank] = code
             elif number > self.number:

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import signal
 import sys
 import tempfile
-import threading
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 from putget import PutgetError
-from putget_serve.settings import Settings
+from putget_serve.parent import Parent
+from putget_serve.settings import APP_MODULES, Settings
 
+# Imported once for all ranks: it takes seconds of a core. A package that is missing is an error of the rank.
+_PRELOADED = ("putget_serve.server", "transformers", *APP_MODULES, "fastapi.responses", "uvicorn")
 _END_S = 15.0  # requests that are under way end meanwhile
+_LOOK_S = 0.5
+_JOIN_S = 120.0  # until all ranks have said whether they can go on with new processes
+_MOST_DELAY_S = 60.0  # before a process that could not join is started again
 
 
 def serve(settings: Settings) -> int:
     """Runs the ranks until SIGINT or SIGTERM.
 
     Returns:
-        0; 1 if a rank ended by itself.
+        0; 1 if a rank was missing at the end.
 
     Raises:
         ValueError: The settings are wrong; no process has started.
@@ -35,103 +42,210 @@ def serve(settings: Settings) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: ended.append(number))
     with tempfile.TemporaryDirectory(prefix="putget_serve_") as folder:
-        context = multiprocessing.get_context("spawn")
-        ranks: list[tuple[BaseProcess, Any]] = []
-        for rank in range(settings.ep_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_run, args=(settings, rank, f"{folder}/store", theirs), name=f"rank {rank}", daemon=False
-            )
-            process.start()
-            theirs.close()
-            ranks.append((process, ours))
+        ranks = _Ranks(settings, Path(folder))
         try:
+            for rank in range(settings.ep_size):
+                ranks.start(rank, f"{folder}/store")
             _wait_until_ready(settings, ranks, ended)
             if not ended:
-                print(
-                    f"putget serve: {settings.ep_size} ranks answer on http://{settings.host}:{settings.port}",
-                    flush=True,
-                )
-            return _watch(settings, ranks, ended)
+                print(f"putget serve: {settings.ep_size} ranks answer on {ranks.url}", flush=True)
+            while not ended and ranks.has_members:
+                ranks.look()
+            return 0 if ranks.are_whole else 1
         finally:
-            _end([process for process, _ in ranks])
+            ranks.end()
 
 
-def _run(settings: Settings, rank: int, store: str, ready: Connection) -> None:
+def _run(settings: Settings, rank: int, store: str | None, pipe: Connection) -> None:
     from putget_serve.server import run_rank
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the first process ends the others
-    turn = threading.Lock()
-
-    def say_to_parent(said: Any) -> None:
-        with turn, contextlib.suppress(OSError):
-            ready.send(said)
-
+    parent = Parent(pipe)
     try:
-        run_rank(settings, rank, store, lambda: say_to_parent(None), say_to_parent)
+        run_rank(settings, rank, store, parent)
     except Exception as error:
-        say_to_parent(f"{type(error).__name__}: {error}")
+        parent.say("error", f"{type(error).__name__}: {error}")
         raise
     sys.stdout.flush()
     os._exit(0)  # threads of a request that hangs do not hold the end up
 
 
-def _wait_until_ready(settings: Settings, ranks: list[tuple[BaseProcess, Any]], ended: list[int]) -> None:
+def _wait_until_ready(settings: Settings, ranks: _Ranks, ended: list[int]) -> None:
     deadline = time.monotonic() + settings.setup_timeout_s
-    waits = {ours: rank for rank, (_, ours) in enumerate(ranks)}
-    while waits and not ended:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise PutgetError(f"rank(s) {sorted(waits.values())} do not answer after {settings.setup_timeout_s:g} s")
-        for ours in wait(list(waits), timeout=min(left, 0.5)):
-            assert isinstance(ours, Connection)
-            rank = waits.pop(ours)
+    missing = set(range(settings.ep_size))
+    while missing and not ended:
+        if time.monotonic() > deadline:
+            raise PutgetError(f"rank(s) {sorted(missing)} do not answer after {settings.setup_timeout_s:g} s")
+        for rank, (kind, *values) in ranks.words():
+            if kind == "error":
+                raise PutgetError(f"rank {rank}: {values[0]}")
+            missing.discard(rank)
+        for rank in missing:
+            if (code := ranks.exit_code(rank)) is not None:
+                raise PutgetError(f"rank {rank}: its process ended (exit code {code})")
+
+
+@dataclass
+class _Rank:
+    """A rank's process, the last one of them."""
+
+    process: BaseProcess
+    pipe: Any
+    is_heard: bool = True  # the pipe has more to say
+    is_named: bool = False  # its end has been told
+    is_loaded: bool = False  # a new process that waits to meet the others
+
+
+class _Ranks:
+    """All ranks. A rank that the others have left out gets a new process, which joins them once it has its weights."""
+
+    def __init__(self, settings: Settings, folder: Path) -> None:
+        self._settings, self._folder = settings, folder
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(list(_PRELOADED))
+        self._all = set(range(settings.ep_size))
+        self._ranks: dict[int, _Rank] = {}
+        self._members = set(self._all)
+        self._can_lose = settings.num_slots is not None or settings.balance != "off"
+        self._attempt = 0
+        self._said: dict[int, str | None] | None = None  # while an attempt is under way: whether ranks can go on
+        self._deadline = 0.0  # of that
+        self._joined: set[int] = set()  # members that do not answer requests yet
+        self._failures = dict.fromkeys(self._all, 0)  # since a rank's process last answered
+        self._not_before = dict.fromkeys(self._all, 0.0)
+        self.url = f"http://{settings.host}:{settings.port}"
+
+    def start(self, rank: int, store: str | None) -> None:
+        """A process for a rank; without a file to meet by it waits for one."""
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(
+            target=_run, args=(self._settings, rank, store, theirs), name=f"rank {rank}", daemon=False
+        )
+        process.start()
+        theirs.close()
+        if rank in self._ranks:
+            self._ranks[rank].pipe.close()
+        self._ranks[rank] = _Rank(process, ours)
+
+    def exit_code(self, rank: int) -> int | None:
+        """None while its process runs."""
+        return self._ranks[rank].process.exitcode
+
+    def words(self) -> Iterator[tuple[int, tuple[Any, ...]]]:
+        """The next words of ranks, after a while at the latest."""
+        by_pipe = {one.pipe: rank for rank, one in self._ranks.items() if one.is_heard}
+        ends = [one.process.sentinel for one in self._ranks.values() if not one.is_named]
+        for pipe in wait([*by_pipe, *ends], timeout=_LOOK_S):
+            if pipe in by_pipe:
+                rank = by_pipe[pipe]
+                try:
+                    yield rank, self._ranks[rank].pipe.recv()
+                except (EOFError, OSError):
+                    self._ranks[rank].is_heard = False
+
+    @property
+    def has_members(self) -> bool:
+        """Whether a rank is left that serves."""
+        return any(self.exit_code(rank) is None for rank in self._members)
+
+    @property
+    def are_whole(self) -> bool:
+        """Whether all ranks serve."""
+        return self._members == self._all and all(self.exit_code(rank) is None for rank in self._all)
+
+    def look(self) -> None:
+        """Takes what ranks say, and does what follows from it."""
+        for rank, (kind, *values) in self.words():
+            if kind == "members" and rank in self._members:
+                self._go_on(set(values[0]))
+            elif kind == "loaded":
+                self._ranks[rank].is_loaded = True
+            elif kind == "can" and self._said is not None:
+                self._said[rank] = values[0]
+            elif kind == "error":
+                _tell(f"rank {rank}: {values[0]}")
+            elif kind == "ready":
+                self._joined.discard(rank)
+                self._failures[rank] = 0
+                print(f"putget serve: rank {rank} is back on {self.url}", flush=True)
+        self._name_the_ended()
+        if self._said is not None:
+            self._decide(self._said)
+        elif self._can_lose:
+            self._bring_back()
+
+    def _go_on(self, members: set[int]) -> None:
+        if members == self._members:
+            return
+        self._members = members
+        self._joined &= members
+        _tell(f"ranks {', '.join(map(str, sorted(members)))} go on")
+        for rank in self._all - members:
+            self._ranks[rank].process.kill()  # it may stand still, and go on alone later
+
+    def _name_the_ended(self) -> None:
+        fate = "its experts are gone, so the other ranks answer 503: start the server again"
+        if self._can_lose:
+            fate = "the other ranks take over its experts, if they have room"
+        for rank, one in self._ranks.items():
+            if one.process.exitcode is not None and not one.is_named:
+                one.is_named = True
+                is_member = rank in self._members
+                _tell(f"rank {rank} has ended (exit code {one.process.exitcode})" + (f"; {fate}" if is_member else ""))
+
+    def _bring_back(self) -> None:
+        """Starts a new process for each lost rank. Once all have their weights, all ranks meet."""
+        lost = self._all - self._members
+        for rank in lost:
+            if self.exit_code(rank) is not None and time.monotonic() >= self._not_before[rank]:
+                self._failures[rank] += 1  # until it answers
+                delay = min(_MOST_DELAY_S, 2.0 ** self._failures[rank])
+                self._not_before[rank] = time.monotonic() + delay
+                self.start(rank, None)
+        if lost and not self._joined and all(self._ranks[rank].is_loaded for rank in lost):
+            self._attempt += 1
+            self._said, self._deadline = {}, time.monotonic() + _JOIN_S
+            self._send(self._all, "meet", str(self._folder / f"join{self._attempt}"), self._attempt)
+
+    def _decide(self, said: dict[int, str | None]) -> None:
+        """All ranks go on together if all can; otherwise those that served go on as before."""
+        lost = self._all - self._members
+        why = next((f"rank {rank}: {word}" for rank, word in sorted(said.items()) if word is not None), None)
+        ends = [rank for rank in self._all if self.exit_code(rank) is not None]
+        if why is None and ends:
+            why = f"rank {ends[0]} has ended"
+        if why is None and time.monotonic() > self._deadline:
+            why = f"rank(s) {sorted(self._all - said.keys())} say nothing"
+        if why is not None:
+            self._said = None
+            self._send(self._members, "go", False)
+            for rank in lost:
+                self._ranks[rank].process.kill()
+            _tell(f"rank(s) {', '.join(map(str, sorted(lost)))} cannot join yet: {why}")
+        elif said.keys() == self._all:
+            self._said = None
+            self._joined, self._members = lost, set(self._all)
+            self._send(self._all, "go", True)
+
+    def _send(self, ranks: set[int], *words: Any) -> None:
+        for rank in ranks:
             try:
-                said = ours.recv()
-            except EOFError:
-                said = f"its process ended (exit code {ranks[rank][0].exitcode})"
-            if said is not None:
-                raise PutgetError(f"rank {rank}: {said}")
+                self._ranks[rank].pipe.send(words)
+            except OSError:
+                continue  # it has ended, which is heard of
+
+    def end(self) -> None:
+        """Ends all processes."""
+        processes = [one.process for one in self._ranks.values()]
+        for process in processes:
+            process.terminate()
+        deadline = time.monotonic() + _END_S
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
 
 
-def _watch(settings: Settings, ranks: list[tuple[BaseProcess, Any]], ended: list[int]) -> int:
-    """Until a signal comes. A rank that ends is named once; a rank that the others have left out is ended."""
-    fate = "its experts are gone, so the other ranks answer 503: start the server again"
-    if settings.num_slots is not None or settings.balance != "off":
-        fate = "the other ranks take over its experts, if they have room"
-    named: set[int] = set()
-    members: tuple[int, ...] = tuple(range(len(ranks)))
-    pipes = {pipe for _, pipe in ranks}
-    while not ended and len(named) < len(ranks):
-        waits = [process.sentinel for rank, (process, _) in enumerate(ranks) if rank not in named]
-        for pipe in pipes.intersection(wait([*waits, *pipes], timeout=0.5)):
-            try:
-                said = pipe.recv()
-            except (EOFError, OSError):
-                pipes.discard(pipe)
-                continue
-            if isinstance(said, tuple) and said != members:
-                members = said
-                print(f"putget serve: ranks {', '.join(map(str, members))} go on", file=sys.stderr, flush=True)
-                for rank in set(range(len(ranks))).difference(members):
-                    ranks[rank][0].kill()  # it may stand still, and go on alone later
-        for rank, (process, _) in enumerate(ranks):
-            if process.exitcode is not None and rank not in named and not ended:
-                named.add(rank)
-                print(
-                    f"putget serve: rank {rank} has ended (exit code {process.exitcode}); {fate}",
-                    file=sys.stderr,
-                    flush=True,
-                )
-    return 1 if named else 0
-
-
-def _end(processes: list[BaseProcess]) -> None:
-    for process in processes:
-        process.terminate()
-    deadline = time.monotonic() + _END_S
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-        if process.is_alive():
-            process.kill()
-            process.join()
+def _tell(what: str) -> None:
+    print(f"putget serve: {what}", file=sys.stderr, flush=True)

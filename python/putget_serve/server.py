@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import importlib
 import os
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,53 +15,48 @@ import putget
 from putget.adapters import transformers as adapter
 from putget_serve import metrics
 from putget_serve.garbage import Garbage
-from putget_serve.settings import Settings, listen
+from putget_serve.parent import Parent
+from putget_serve.settings import APP_MODULES, Settings, listen
 
 _CLI = "transformers.cli.serving"
 _NOT_HERE = {"/load_model", "/reset"}  # a rank that drops its model leaves all others waiting
+_JOIN_S = 30.0  # of each step in which ranks that serve meet a new process
 _CACHE_TOKENS = 32768  # of a rank on CPUs, where transformers would take a share of the whole memory
 
 
-def run_rank(
-    settings: Settings,
-    rank: int,
-    store: str,
-    is_ready: Callable[[], None],
-    on_members: Callable[[Sequence[int]], None],
-) -> None:
+def run_rank(settings: Settings, rank: int, store: str | None, parent: Parent) -> None:
     """Loads, spreads and serves, until SIGTERM.
 
     Args:
         settings: The server's.
         rank: This rank.
-        store: A file by which the ranks meet.
-        is_ready: Called once requests are answered.
-        on_members: Called with the ranks that go on when others are lost, by another thread.
+        store: A file by which the ranks meet; None: this process takes the place of a lost rank, and hears of the file.
+        parent: Hears what becomes of this rank.
+
+    Raises:
+        PutgetError: The other ranks go on without this process.
     """
     import uvicorn
 
     device = _device_of(settings, rank)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=settings.ep_size,
-        timeout=datetime.timedelta(seconds=settings.setup_timeout_s),
-    )
-    comm = putget.Communicator()
     models = _load(settings, device)
     model = models.loaded_models[settings.path].model
+    if joins := store is None:
+        _warm_up(model)
+        store = parent.wait_for_meeting()
     spread = adapter.spread(
         model,
-        comm,
+        _meet(settings, rank, store, settings.setup_timeout_s),
         num_slots=settings.num_slots,
         balance=settings.balance,
         max_tokens_per_rank=settings.max_tokens_per_rank,
         timeout_s=settings.timeout_s,
         setup_timeout_s=settings.setup_timeout_s,
     )
-    spread.on_members = on_members
+    spread.on_members = parent.tell_members
+    if joins:
+        spread.try_out()
     manager = adapter.batching_manager(
         model,
         spread,
@@ -70,15 +65,47 @@ def run_rank(
     )
     garbage = Garbage()
     app = _app(models, model, settings.path, manager, garbage)
+    if joins and not parent.agree(None):
+        raise putget.PutgetError("the other ranks go on without this process")
     _try_out(manager)
     garbage.start()
     manager.after_pass, manager.before_sleep = garbage.after_pass, garbage.before_sleep
+    parent.on_meeting = functools.partial(_take_in, settings, rank, manager, parent)
     with listen(settings.host, settings.port) as sock:
-        is_ready()
+        parent.say("ready")
         uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[sock])
     if manager.is_running():
         manager.stop(block=True, timeout=10.0)
-    spread.end()
+    manager.spread.end()
+
+
+def _meet(settings: Settings, rank: int, store: str, timeout_s: float) -> putget.Communicator:
+    """The communicator of all ranks."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=settings.ep_size,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+    return putget.Communicator()
+
+
+def _take_in(settings: Settings, rank: int, manager: Any, parent: Parent, store: str, number: int) -> None:
+    """Has the manager meet new processes of lost ranks between two of its passes."""
+
+    def meet() -> putget.Communicator:
+        return _meet(settings, rank, store, _JOIN_S)
+
+    manager.between_passes(lambda spread: adapter.take_in(spread, number, meet, parent.agree, _JOIN_S))
+
+
+def _warm_up(model: Any) -> None:
+    """A first forward takes long; no other rank shall wait for it."""
+    with torch.no_grad():
+        model(input_ids=torch.tensor([[0]], device=model.device))
 
 
 def _device_of(settings: Settings, rank: int) -> torch.device:
@@ -126,10 +153,7 @@ def _try_out(manager: Any) -> None:
 
 def _app(models: Any, model: Any, path: str, manager: Any, garbage: Garbage) -> Any:
     """transformers' app, whose manager runs from now on, and ``/metrics``."""
-    chat, completion, response, systemone, transcription, server, utils = (
-        importlib.import_module(f"{_CLI}.{name}")
-        for name in ("chat_completion", "completion", "response", "systemone", "transcription", "server", "utils")
-    )
+    chat, completion, response, systemone, transcription, server, utils = map(importlib.import_module, APP_MODULES)
     from fastapi.responses import JSONResponse, PlainTextResponse
 
     state = utils.GenerationState(continuous_batching=True)

@@ -6,6 +6,13 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+_CLI = "transformers.cli.serving"
+# The parts of transformers' app.
+APP_MODULES = tuple(
+    f"{_CLI}.{name}"
+    for name in ("chat_completion", "completion", "response", "systemone", "transcription", "server", "utils")
+)
+
 
 @dataclass(frozen=True)
 class Settings:

@@ -105,8 +105,9 @@ class Server:
                 raise SystemExit(f"the server does not answer:\n{self.log}")
             time.sleep(0.05)
         children = psutil.Process(program_of(self.process.pid)).children()
-        ranks_of_it = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
-        self.ranks = [psutil.Process(program_of(child.pid)) for child in ranks_of_it]
+        (server,) = [child for child in children if "forkserver" in " ".join(child.cmdline())]
+        forked = psutil.Process(program_of(server.pid)).children()
+        self.ranks = sorted(forked, key=lambda child: child.create_time())
 
     @property
     def log(self) -> str:
@@ -302,12 +303,35 @@ def lose_a_rank(folder: Path) -> dict[str, Any]:
     return {"before": before, "seconds": seconds, "health": sorted(health), "exit": server.end(), "log": server.log}
 
 
+def ask_until_back(server: Server) -> list[str]:
+    """Texts of clients that ask all the time, until a new process of the lost rank answers."""
+    texts: list[str] = []
+    deadline = time.monotonic() + PATIENCE_S
+    while "is back on" not in server.log:
+        if time.monotonic() > deadline:
+            raise SystemExit(f"the rank does not come back:\n{server.log}")
+        with all_asked(server, long_questions(), gives_up=False) as found:
+            pass
+        texts += found
+    return texts
+
+
+def who_answers(server: Server) -> list[str]:
+    """The ranks that connections come to, all of them soon."""
+    seen: set[str] = set()
+    deadline = time.monotonic() + PATIENCE_S
+    while len(seen) < RANKS and time.monotonic() < deadline:
+        seen.update(re.findall(r'putget_serve_members\{rank="(\d)"\} 3', server.ask("/metrics")[1].decode()))
+    return sorted(seen)
+
+
 def survive(folder: Path, rounds: int) -> dict[str, Any]:
-    """A rank is killed while all have requests: what these say, and what requests say that come later."""
-    found: dict[str, Any] = {"during": [], "behind": [], "health": [], "exits": [], "logs": []}
+    """A rank is killed while all have requests, and joins again: what these say, and requests that come later."""
+    names = ("during", "meanwhile", "behind", "ranks", "health", "exits", "logs")
+    found: dict[str, Any] = {name: [] for name in names}
     rng = random.Random(rounds)
     for number in range(rounds):
-        server = Server(folder, f"--num_slots={5 * RANKS}", "--timeout_s=4", f"--balance={BALANCE[number % 3]}")
+        server = Server(folder, f"--num_slots={5 * RANKS}", "--timeout_s=8", f"--balance={BALANCE[number % 3]}")
         with all_asked(server, long_questions(), gives_up=False) as texts:
             server.wait_for_requests()
             time.sleep(rng.random())
@@ -317,9 +341,11 @@ def survive(folder: Path, rounds: int) -> dict[str, Any]:
                 server.ranks[0].send_signal(signal.SIGCONT)
             server.ranks[rng.randrange(RANKS)].kill()
         found["during"].append(texts)
+        found["meanwhile"] += ask_until_back(server)
         with all_asked(server, long_questions(), gives_up=False) as texts:
             pass
         found["behind"].append(texts)
+        found["ranks"].append(who_answers(server))
         found["health"].append(sorted({server.ask("/health")[0] for _ in range(8)}))
         found["exits"].append(server.end())
         found["logs"].append(server.log)

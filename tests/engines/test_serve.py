@@ -109,21 +109,27 @@ def test_a_rank_that_is_killed_ends_all_requests_and_the_others_say_so(found: di
 
 
 def require_survived(found: dict[str, Any], rounds: int) -> None:
-    """Streams of the other ranks have every token once; requests of the lost rank end with an error."""
+    """Streams of the other ranks have every token once, also while a new process joins; those of the lost rank end."""
     survived, texts = found["survived"], found["long"]
     ended = [text for texts in survived["during"] for text in texts]
     assert len(ended) == rounds * len(texts)
     for number, text in enumerate(ended):
         assert text == texts[number % len(texts)] or text.startswith("status 0"), (number, text)
     assert sum(text.startswith("status 0") for text in ended) < len(ended) // 2
+    assert len(survived["meanwhile"]) >= rounds * len(texts)
+    for number, text in enumerate(survived["meanwhile"]):
+        assert text == texts[number % len(texts)], number
     assert survived["behind"] == [texts] * rounds
+    assert survived["ranks"] == [list(map(str, range(RANKS)))] * rounds
+    assert survived["exits"] == [0] * rounds
     assert survived["health"] == [[200]] * rounds
     for log in survived["logs"]:
         assert "(exit code -9); the other ranks take over its experts" in log
         assert re.search(r"putget serve: ranks \d, \d go on", log)
+        assert re.search(r"putget serve: rank \d is back", log)
 
 
-def test_streams_of_other_ranks_go_on_when_a_rank_is_killed(found: dict[str, Any]) -> None:
+def test_streams_of_other_ranks_go_on_when_a_rank_is_killed_and_joins_again(found: dict[str, Any]) -> None:
     require_survived(found, 1)
 
 

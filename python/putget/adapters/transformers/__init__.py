@@ -9,7 +9,8 @@ The ranks of a tensor-parallel group hold one batch. Each sends a slice of it, a
 Ranks with a batch of their own (``fsdp_size``) send all of it. The split sizes of transformers' own ``all_to_all`` are
 read by the host in every layer; here the host reads nothing.
 
-``spread`` and ``batching_manager`` are for ranks with requests of their own, which ``putget serve`` starts.
+``spread`` and ``batching_manager`` are for ranks with requests of their own, which ``putget serve`` starts; ``take_in``
+for new processes of ranks that were lost.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from putget.adapters.engines import require_names
 from putget.adapters.shared import communicator_of
 from putget.adapters.transformers.batching import batching_manager
 from putget.adapters.transformers.exchange import ExpertExchange, check_experts, require_transformers
+from putget.adapters.transformers.joining import take_in
 from putget.adapters.transformers.passes import Spread
 from putget.adapters.transformers.spreading import spread
 
@@ -39,6 +41,7 @@ __all__ = [
     "register",
     "require_transformers",
     "spread",
+    "take_in",
 ]
 
 

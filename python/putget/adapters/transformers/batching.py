@@ -75,9 +75,22 @@ class LockstepBatching:
     _wake_up_loop: Any
     _statuses: Any
     _has_finished = False
+    _asked: Callable[[Spread], Spread] | None = None
+
+    def between_passes(self, run: Callable[[Spread], Spread]) -> None:
+        """Has the manager's thread call something between two passes; any thread may ask.
+
+        Args:
+            run: Gets the expert layers, and returns those to go on with.
+        """
+        self._asked = run
+        self._wake_up_loop.set()
 
     def _generation_loop_body(self, batch_processor: Any, bootstrapping: bool) -> bool:
         """One pass, or a sleep. Whether the loop goes on."""
+        asked, self._asked = self._asked, None
+        if asked is not None:
+            self.spread = asked(self.spread)
         lockstep = self.spread.lockstep
         if batch_processor.prepare_next_batch():
             self.spread.begin()

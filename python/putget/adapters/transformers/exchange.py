@@ -12,7 +12,7 @@ from putget import AllToAll, Communicator, Payload, ProtocolMisuse
 from putget.adapters.engines import announce, announce_launch, require_version
 from putget.adapters.placement import Table
 from putget.adapters.rounds import Rounds
-from putget.adapters.shared import TIMEOUT_S, engine_workspace_bytes, shared_workspace
+from putget.adapters.shared import TIMEOUT_S, WARMUP_TIMEOUT_S, engine_workspace_bytes, shared_workspace
 
 _WEIGHTS = ("gate_up_proj", "down_proj")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -26,6 +26,7 @@ class ExpertExchange:
         num_local_experts: Experts of this rank, which follow one another.
         experts_forward: The experts' own forward, on local ids; ``num_local_experts`` stands for "none of these".
         timeout_s: Deadline of a wait in a round, in seconds.
+        warmup_timeout_s: That of the first round, in seconds.
         layer: The layer's number, which travels with the rows to be compared; None: it does not.
         waited_s: Time in dispatch and combine, all rounds together, in seconds. CPU ranks wait there for each other.
         remedy: What a caller who sends too many tokens does.
@@ -33,6 +34,7 @@ class ExpertExchange:
 
     max_tokens_per_rank: int = 4096
     timeout_s: float = TIMEOUT_S
+    warmup_timeout_s: float = WARMUP_TIMEOUT_S
     num_local_experts: int
     experts_forward: Callable[..., torch.Tensor]
     num_stats: int = 0
@@ -127,6 +129,7 @@ class ExpertExchange:
                 rows.device,
                 share_by="transformers",
                 timeout_s=self.timeout_s,
+                warmup_timeout_s=self.warmup_timeout_s,
                 arguments={"max_tokens_per_rank": self.max_tokens_per_rank, "hidden_size": rows.shape[1]},
             )
             self._rounds = Rounds(

@@ -15,6 +15,7 @@ import torch
 from putget import AllToAll, Communicator, PeerTimeout, PutgetError
 from putget.adapters.shared import SharedWorkspace, close_shared
 from putget.adapters.transformers.drafts import kept_drafts
+from putget.adapters.transformers.slots import LayerSlots, Terms
 from putget.balancer import Balancer, HostStore
 from putget.lockstep import Bell, Lockstep
 
@@ -63,6 +64,13 @@ class Layer(Protocol):
     def idle_once(self) -> None:
         """The same without the guard."""
 
+    def move(self, comm: Communicator, slots: LayerSlots, warmup_timeout_s: float) -> Callable[[], None]:
+        """Runs rounds between other processes from now on. The call that it returns takes that back."""
+
+    @property
+    def slots(self) -> LayerSlots | None:
+        """Where experts may have replicas, or move."""
+
     @property
     def shared(self) -> SharedWorkspace:
         """The memory of its rounds."""
@@ -84,9 +92,11 @@ class Spread:
         drafts: transformers' MtpModel; None: there are no draft layers.
         lockstep: The passes of all ranks.
         balancer: Of the layers' experts; None where there are no spare slots.
+        store: A copy of all experts; None likewise.
         members: The ranks that take part.
         recoveries: How often the ranks have gone on after a time-out.
         on_members: Called with the members after each of these.
+        terms: With spare slots, what new processes of lost ranks go by.
         waits: Of the passes in which this rank had tokens.
     """
 
@@ -100,8 +110,10 @@ class Spread:
         store: HostStore | None = None,
         drafts: Any = None,
         num_draft_layers: int = 0,
+        terms: Terms | None = None,
     ) -> None:
         self.comm = comm
+        self.terms = terms
         self.layers, self.drafts = layers, drafts
         most = len(layers) - num_draft_layers
         self._of_pass = {"model": layers[:most]} | ({} if drafts is None else {"draft": layers[most:]})
@@ -113,7 +125,8 @@ class Spread:
         self.on_members: Callable[[tuple[int, ...]], None] | None = None
         self.waits = Waits()
         self._waited_s = 0.0  # of all layers, when the last pass ended
-        self._model, self._store = model, store
+        self._model, self.store = model, store
+        self._num_draft_layers = num_draft_layers
         self._rounds = 0  # that have ended here
         self._in_pass = False
         self._unbalanced = -1  # a turn of passes that ranks have ended at different times, whose step all leave out
@@ -204,14 +217,63 @@ class Spread:
         finally:
             module.forward = forward
 
+    def on(self, comm: Communicator, balancer: Balancer, store: HostStore, timeout_s: float) -> Spread:
+        """The same layers on other processes, with this rank's counts. Collective.
+
+        Args:
+            comm: The ranks.
+            balancer: Of the layers' experts.
+            store: A copy of all experts.
+            timeout_s: Deadline in seconds.
+        """
+        found = Spread(
+            self._model,
+            comm,
+            self.layers,
+            timeout_s,
+            balancer,
+            store,
+            self.drafts,
+            self._num_draft_layers,
+            self.terms,
+        )
+        found.recoveries, found.waits, found.on_members = self.recoveries, self.waits, self.on_members
+        return found
+
+    def try_out(self) -> None:
+        """A pass of each name in which no rank has a token. Collective: the first one between new processes.
+
+        Raises:
+            PeerTimeout: A rank does not take part; nobody goes on without it.
+        """
+        for name in self._names:
+            with torch.no_grad():
+                for layer in self._of_pass[name]:
+                    layer.idle_once()
+                    self._rounds += 1
+            self.end_pass(was_idle=True)
+
+    def pause(self, number: int) -> None:
+        """Returns when all ranks are between two passes; none of them begins one before its caller goes on.
+
+        Args:
+            number: Of the pause, the same on all ranks, and higher than that of the one before.
+        """
+        self._until_heard(lambda: self.lockstep.pause(number))
+        while not self.lockstep.all_paused:
+            if self.begun() is None:
+                self.wait(None, _SLEEP_S)
+            else:
+                self.idle_pass()
+
     def end(self) -> None:
         """Frees the workspace and ends the connections; the model cannot run any more. Idempotent."""
         self.lockstep.close()
         if self.balancer is not None:
             self.balancer.close()
-        if self._store is not None:
-            self._store.close()
-        self.balancer = self._store = None
+        if self.store is not None:
+            self.store.close()
+        self.balancer = self.store = None
         close_shared(self.comm)
 
     # --- ranks that are lost ------------------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -54,8 +56,38 @@ class LayerSlots:
             part = weight[held.clamp(min=0).to(weight.device)]
             part[(held < 0).to(weight.device)] = 0
             self.own[name] = part
-        self._choose = ReplicaChoice(placement, number, ep_size=comm.size, ep_rank=comm.rank, device=blobs.device)
-        self._load = torch.zeros(placement.num_experts, dtype=torch.int32, device=blobs.device)
+        self._begin(placement, number, comm)
+
+    def _begin(self, placement: Placement, number: int, comm: Communicator) -> None:
+        device = next(iter(self.own.values())).device
+        self._choose = ReplicaChoice(placement, number, ep_size=comm.size, ep_rank=comm.rank, device=device)
+        self._load = torch.zeros(placement.num_experts, dtype=torch.int32, device=device)
+
+    def again(
+        self, placement: Placement, number: int, comm: Communicator, store: HostStore, before: HostStore
+    ) -> LayerSlots:
+        """The same slots for other ranks, with loads of their own. ``bring`` gives them the placement's experts.
+
+        Args:
+            placement: To be in force.
+            number: This layer.
+            comm: The ranks.
+            store: Where this rank saves its share of the experts.
+            before: Where it has them from.
+        """
+        for expert in range(comm.rank, placement.num_experts, comm.size):
+            store.write(number, expert, before.view(number, expert))
+        found = copy.copy(self)
+        found._begin(placement, number, comm)
+        return found
+
+    def bring(self, placement: Placement, number: int, rank: int, store: HostStore) -> None:
+        """Loads this rank's experts of a layer into their slots."""
+        blobs = ExpertBlobs(self.own)
+        mine = placement.physical_to_logical[number, rank * blobs.num_slots : (rank + 1) * blobs.num_slots]
+        for slot, expert in enumerate(mine.tolist()):
+            if expert >= 0:
+                store.load(number, expert, blobs, slot, verify=False)
 
     def choose(self, ids: Tensor) -> Tensor:
         """The slot of each token's expert."""
@@ -110,31 +142,43 @@ def placement_of(num_layers: int, num_experts: int, num_slots: int, ep_size: int
     return Placement.of([row] * num_layers, num_experts)
 
 
-def make_balancer(
-    comm: Communicator,
-    layers: Sequence[LayerSlots],
-    placement: Placement,
-    plan: PlanOptions | None,
-    store: HostStore,
-    timeout_s: float,
-) -> Balancer:
-    """The balancer of the layers. Collective.
+@dataclass(frozen=True)
+class Terms:
+    """Decisions about a model with spare slots, which hold for every process of a rank.
 
-    Args:
-        comm: The ranks.
-        layers: Their slots.
-        placement: In force.
-        plan: When it plans; ``NEVER``: when a rank is lost.
-        store: With all experts.
-        timeout_s: Deadline in seconds when ranks are lost.
+    Attributes:
+        said: What ranks compare when they meet.
+        placement: At first, and again when a process joins.
+        expert_bytes: Of an expert of each layer.
+        plan: When the balancer plans; ``NEVER``: when a rank is lost.
+        timeout_s: The balancer's deadline in seconds when ranks are lost.
     """
-    return Balancer(
-        comm,
-        [layer.balanced() for layer in layers],
-        placement,
-        num_stats=min(_MOST_STATS, 2 + len(layers) * placement.num_experts),
-        plan=plan,
-        store=store,
-        device="cpu",
-        timeout_s=timeout_s,
-    )
+
+    said: dict[str, Any]
+    placement: Placement
+    expert_bytes: list[int]
+    plan: PlanOptions | None
+    timeout_s: float
+
+    def host_store(self, comm: Communicator, timeout_s: float) -> HostStore:
+        """Memory for all experts. Collective."""
+        return HostStore(comm, self.expert_bytes, self.placement.num_experts, timeout_s=timeout_s)
+
+    def balancer(self, comm: Communicator, layers: Sequence[LayerSlots], store: HostStore) -> Balancer:
+        """The balancer of the layers. Collective.
+
+        Args:
+            comm: The ranks.
+            layers: Their slots.
+            store: With all experts.
+        """
+        return Balancer(
+            comm,
+            [layer.balanced() for layer in layers],
+            self.placement,
+            num_stats=min(_MOST_STATS, 2 + len(layers) * self.placement.num_experts),
+            plan=self.plan,
+            store=store,
+            device="cpu",
+            timeout_s=self.timeout_s,
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ from putget.adapters.shared import TIMEOUT_S, SharedWorkspace
 from putget.adapters.transformers.drafts import load_drafts
 from putget.adapters.transformers.exchange import ExpertExchange, check_experts, require_transformers
 from putget.adapters.transformers.passes import Guard, Spread
-from putget.adapters.transformers.slots import NEVER, LayerSlots, expert_bytes, make_balancer, placement_of, slots_of
-from putget.balancer import Balancer, HostStore, PlanOptions
+from putget.adapters.transformers.slots import NEVER, LayerSlots, Terms, expert_bytes, placement_of, slots_of
+from putget.balancer import Balancer, PlanOptions
 
 _SETUP_S = 300.0  # ranks load their weights at their own pace
 _LOOKED_AT = 1024  # values of each tensor that ranks compare
@@ -99,6 +100,24 @@ class SpreadExperts(ExpertExchange):
     def idle_once(self) -> None:
         """The same without the guard."""
         self._round(*self._nothing)
+
+    def move(self, comm: Communicator, slots: LayerSlots, warmup_timeout_s: float) -> Callable[[], None]:
+        """Runs rounds between other processes from now on. The call that it returns takes that back.
+
+        Args:
+            comm: The ranks.
+            slots: This layer's, for these.
+            warmup_timeout_s: Deadline of the first round, in seconds.
+        """
+        names = ("_comm", "_slots", "_rounds", "_guard", "_balancer", "warmup_timeout_s")
+        before = {name: getattr(self, name) for name in names}
+        self._comm, self._slots, self._rounds, self.warmup_timeout_s = comm, slots, None, warmup_timeout_s
+        return lambda: self.__dict__.update(before)
+
+    @property
+    def slots(self) -> LayerSlots | None:
+        """Where experts may have replicas, or move."""
+        return self._slots
 
     @property
     def shared(self) -> SharedWorkspace:
@@ -196,21 +215,18 @@ def spread(
         raise ValueError("layers have other numbers of experts: leave num_slots and balance out")
     if slots is not None and found[0][1].down_proj.device.type != "cpu":
         raise ValueError("num_slots and balance are for experts on CPUs: leave them out")
-    comm.compare(
-        "spread",
-        {
-            "num_slots": slots,
-            "balance": balance,
-            "transformers": version,
-            "max_tokens_per_rank": max_tokens_per_rank,
-            "top_k": top_k,
-            "check_layers": check_layers,
-            "expert layers": [(name, [tuple(p.shape) for p in experts.parameters()]) for name, experts in found],
-            "dtype": model.dtype,
-            "weights": [_digest(one) for one in (model, drafts) if one is not None],
-        },
-        setup_timeout_s,
-    )
+    said = {
+        "num_slots": slots,
+        "balance": balance,
+        "transformers": version,
+        "max_tokens_per_rank": max_tokens_per_rank,
+        "top_k": top_k,
+        "check_layers": check_layers,
+        "expert layers": [(name, [tuple(p.shape) for p in experts.parameters()]) for name, experts in found],
+        "dtype": model.dtype,
+        "weights": [_digest(one) for one in (model, drafts) if one is not None],
+    }
+    comm.compare("spread", said, setup_timeout_s)
     modules = [experts for _, experts in found]
     make = functools.partial(
         SpreadExperts,
@@ -224,16 +240,22 @@ def spread(
     if slots is None:
         layers = [make(experts, number=number, slots=None) for number, experts in enumerate(modules)]
         return Spread(model, comm, layers, setup_timeout_s, drafts=drafts, num_draft_layers=len(of_drafts))
-    placed = placement_of(len(modules), num_experts, slots, comm.size, balance != "off")
-    store = HostStore(comm, [expert_bytes(one) for one in modules], num_experts, timeout_s=setup_timeout_s)
+    terms = Terms(
+        said,
+        placement_of(len(modules), num_experts, slots, comm.size, balance != "off"),
+        [expert_bytes(one) for one in modules],
+        plan if balance == "online" else NEVER,
+        timeout_s,
+    )
+    store = terms.host_store(comm, setup_timeout_s)
     layers, of_layers = [], []
     for number, experts in enumerate(modules):
         weights = {name: weight.detach() for name, weight in experts.named_parameters(recurse=False)}
-        of_layers.append(LayerSlots(weights, placed, number, comm, store))
+        of_layers.append(LayerSlots(weights, terms.placement, number, comm, store))
         layers.append(make(experts, number=number, slots=of_layers[number]))
     comm.compare("host store", {"step": "saved"}, setup_timeout_s)
-    balancer = make_balancer(comm, of_layers, placed, plan if balance == "online" else NEVER, store, timeout_s)
-    return Spread(model, comm, layers, setup_timeout_s, balancer, store, drafts, len(of_drafts))
+    balancer = terms.balancer(comm, of_layers, store)
+    return Spread(model, comm, layers, setup_timeout_s, balancer, store, drafts, len(of_drafts), terms)
 
 
 def _experts_of(model: Any, ep_size: int) -> list[tuple[str, Any]]:
