@@ -79,9 +79,9 @@ def _wait_until_ready(settings: Settings, ranks: _Ranks, ended: list[int]) -> No
         for rank, (kind, *values) in ranks.words():
             if kind == "error":
                 raise PutgetError(f"rank {rank}: {values[0]}")
-            missing.discard(rank)
+            missing -= {rank} if kind == "ready" else set()
         for rank in missing:
-            if (code := ranks.exit_code(rank)) is not None:
+            if (code := ranks.exit_code(rank)) is not None and not ranks.is_heard(rank):
                 raise PutgetError(f"rank {rank}: its process ended (exit code {code})")
 
 
@@ -131,6 +131,10 @@ class _Ranks:
         """None while its process runs."""
         return self._ranks[rank].process.exitcode
 
+    def is_heard(self, rank: int) -> bool:
+        """Whether its process may have said more than has been taken."""
+        return self._ranks[rank].is_heard
+
     def words(self) -> Iterator[tuple[int, tuple[Any, ...]]]:
         """The next words of ranks, after a while at the latest."""
         by_pipe = {one.pipe: rank for rank, one in self._ranks.items() if one.is_heard}
@@ -160,8 +164,8 @@ class _Ranks:
                 self._go_on(set(values[0]))
             elif kind == "loaded":
                 self._ranks[rank].is_loaded = True
-            elif kind == "can" and self._said is not None:
-                self._said[rank] = values[0]
+            elif kind == "can" and self._said is not None and values[0] == self._attempt:
+                self._said[rank] = values[1]
             elif kind == "error":
                 _tell(f"rank {rank}: {values[0]}")
             elif kind == "ready":
@@ -218,14 +222,14 @@ class _Ranks:
             why = f"rank(s) {sorted(self._all - said.keys())} say nothing"
         if why is not None:
             self._said = None
-            self._send(self._members, "go", False)
+            self._send(self._members, "go", self._attempt, False)
             for rank in lost:
                 self._ranks[rank].process.kill()
             _tell(f"rank(s) {', '.join(map(str, sorted(lost)))} cannot join yet: {why}")
         elif said.keys() == self._all:
             self._said = None
             self._joined, self._members = lost, set(self._all)
-            self._send(self._all, "go", True)
+            self._send(self._all, "go", self._attempt, True)
 
     def _send(self, ranks: set[int], *words: Any) -> None:
         for rank in ranks:

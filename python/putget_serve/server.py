@@ -42,9 +42,10 @@ def run_rank(settings: Settings, rank: int, store: str | None, parent: Parent) -
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     models = _load(settings, device)
     model = models.loaded_models[settings.path].model
-    if joins := store is None:
+    attempt = 0  # in which this process joins
+    if store is None:
         _warm_up(model)
-        store = parent.wait_for_meeting()
+        store, attempt = parent.wait_for_meeting()
     spread = adapter.spread(
         model,
         _meet(settings, rank, store, settings.setup_timeout_s),
@@ -55,7 +56,7 @@ def run_rank(settings: Settings, rank: int, store: str | None, parent: Parent) -
         setup_timeout_s=settings.setup_timeout_s,
     )
     spread.on_members = parent.tell_members
-    if joins:
+    if attempt:
         spread.try_out()
     manager = adapter.batching_manager(
         model,
@@ -65,7 +66,7 @@ def run_rank(settings: Settings, rank: int, store: str | None, parent: Parent) -
     )
     garbage = Garbage()
     app = _app(models, model, settings.path, manager, garbage)
-    if joins and not parent.agree(None):
+    if attempt and not parent.agree(attempt, None):
         raise putget.PutgetError("the other ranks go on without this process")
     _try_out(manager)
     garbage.start()
@@ -99,7 +100,8 @@ def _take_in(settings: Settings, rank: int, manager: Any, parent: Parent, store:
     def meet() -> putget.Communicator:
         return _meet(settings, rank, store, _JOIN_S)
 
-    manager.between_passes(lambda spread: adapter.take_in(spread, number, meet, parent.agree, _JOIN_S))
+    agree = functools.partial(parent.agree, number)
+    manager.between_passes(lambda spread: adapter.take_in(spread, number, meet, agree, _JOIN_S))
 
 
 def _warm_up(model: Any) -> None:

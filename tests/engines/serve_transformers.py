@@ -192,7 +192,7 @@ class Server:
 @contextlib.contextmanager
 def all_asked(server: Server, asked: list[dict[str, Any]], gives_up: bool = True) -> Iterator[list[str]]:
     """Clients that come at random moments; the texts are there behind it."""
-    texts = [""] * len(asked)
+    texts = [f"no answer in {PATIENCE_S:g} s"] * len(asked)
     rng = random.Random(2)
 
     def one(number: int, delay: float) -> None:
