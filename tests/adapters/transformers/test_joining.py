@@ -46,7 +46,7 @@ def made(comm: putget.Communicator, model: Any, balance: str) -> Any:
 
 
 def agreed(folder: Path, attempt: int, number: int) -> Callable[[str | None], bool]:
-    """What a server's first process does here: all have said that they can, or one has said that it cannot."""
+    """As a server decides: all processes have said that they can, or one has said that it cannot."""
 
     def agree(why: str | None) -> bool:
         folder.joinpath(f"{attempt}.{number}.tmp").write_text(why or "")
