@@ -35,7 +35,7 @@ from tests.engines.prompts import free_port
 
 RANKS, EXPERTS, REQUESTS = 3, 10, 60
 AT_ONCE, WARM = 24, 200
-PATIENCE_S = 120.0
+PATIENCE_S = 240.0
 BALANCE = ("off", "online", "static")
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,.ABC123"
 
