@@ -210,6 +210,7 @@ def _become(program: _Program, command: str, own: list[str]) -> None:
         os.setsid()
     _take_files(program)
     os.chdir(program.cwd)
+    multiprocessing.process.ORIGINAL_DIR = os.getcwd()  # where a spawned process looks for the main program
     os.environ.clear()
     os.environ.update(program.environment)
     # torchrun and multiprocessing start others by these.
