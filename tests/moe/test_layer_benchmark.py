@@ -7,6 +7,7 @@ import os
 import runpy
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,9 +17,10 @@ from tests.project.checkout import ROOT
 SMALL = "--hidden_size 256 --intermediate_size 128 --num_experts 16 --top_k 4 --groups 4 2 -b 3 -e 6 -f 2"
 
 
-def test_benchmark_on_the_cpu(tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
-    command = f"benchmarks/moe_layer.py --ep_size 2 --device cpu {SMALL} --iters 2 --warmup 1 --peers nccl,flashinfer"
+def report_of(options: str, folder: Path) -> dict[str, Any]:
+    """Runs the benchmark with small sizes on two CPU ranks."""
+    report = folder / "report.json"
+    command = f"benchmarks/moe_layer.py --ep_size 2 --device cpu {SMALL} --iters 2 --warmup 1 {options}"
     result = subprocess.run(
         [warm.python(), *command.split(), "--output_file", str(report)],
         cwd=ROOT,
@@ -29,7 +31,12 @@ def test_benchmark_on_the_cpu(tmp_path: Path) -> None:
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    written = json.loads(report.read_text())
+    found: dict[str, Any] = json.loads(report.read_text())
+    return found
+
+
+def test_benchmark_on_the_cpu(tmp_path: Path) -> None:
+    written = report_of("--peers nccl,flashinfer", tmp_path)
     assert written["skipped"] == ["flashinfer is left out: it needs GPUs"]
     assert [size["batch_size"] for size in written["sizes"]] == [3, 6]
     for size in written["sizes"]:
@@ -44,24 +51,11 @@ def test_benchmark_on_the_cpu(tmp_path: Path) -> None:
 
 
 def test_from_ids_with_ranks_that_differ(tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
-    options = "--peers= --iters 2 --warmup 1 --zipf --no_shared --few_ranks 1 --tell"
-    command = f"benchmarks/moe_layer.py --ep_size 2 --device cpu {SMALL} {options}"
-    result = subprocess.run(
-        [warm.python(), *command.split(), "--output_file", str(report)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    sizes = json.loads(report.read_text())["sizes"]
+    sizes = report_of("--peers= --zipf --no_shared --few_ranks 1 --tell", tmp_path)["sizes"]
     assert [[contender["name"] for contender in size["contenders"]] for size in sizes] == [["putget"]] * 2
 
 
-def test_a_timeline_is_drawn(tmp_path: Path) -> None:
+def test_a_timeline_is_drawn() -> None:
     """The newest report of four GPUs as a picture: a panel for each of its sizes, each kernel inside of its panel."""
     namespace = runpy.run_path(str(ROOT / "benchmarks/moe_layer_plot.py"))
     report = json.loads((ROOT / "benchmarks/results/2026-11-28_4xh200_moe_layer.json").read_text())

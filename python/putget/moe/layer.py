@@ -324,6 +324,7 @@ class ExpertParallelMoE(nn.Module):
             num_valid_tokens: One int32 on the device: tokens from there on go to no routed expert (a padded graph).
             busiest_tokens: Most tokens that any rank has in this round, where the caller knows: kernels are chosen for
                 it. It changes the speed alone. By default this rank's own; one without tokens is ready for all.
+                ``torch.compile`` leaves it out.
 
         Returns:
             [num_tokens, hidden_size] bfloat16: routed experts and shared experts.
