@@ -108,6 +108,7 @@ class Fault:
     error: str = "KeyboardInterrupt"
     step: int = 0
     seconds: float = 0.0
+    until: str = ""  # a path: it leaves when another rank has made this file
 
 
 ERRORS: dict[str, type[BaseException]] = {
@@ -125,6 +126,8 @@ def inject(rank: Rank, fault: Fault | None) -> None:
 
     def fail(*_: Any, **__: Any) -> Any:
         assert fault is not None
+        while fault.until and not os.path.exists(fault.until):
+            time.sleep(0.001)
         if fault.error == "PeerTimeout":
             raise putget.PeerTimeout("setup", rank.rank, 0, set(range(rank.size)) - {rank.rank}, 0.1)
         raise ERRORS[fault.error]("injected")

@@ -7,6 +7,7 @@ import signal
 import time
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -219,12 +220,16 @@ def test_ranks_that_have_gone_on_end_at_once(is_prompt: bool) -> None:
             ranks.call(give_back)
 
 
-def make_told_behind_the_look(rank: Rank) -> tuple[str, str, float]:
-    """A body: hears that the memory is void right behind the look for it in the layer's first dispatch."""
+def make_told_behind_the_look(rank: Rank, there: Path) -> tuple[str, str, float]:
+    """A body: hears that the memory is void right behind the look for it in the layer's first dispatch.
+
+    The other rank leaves once the file is there. Before, this rank might still be in the step that the other leaves.
+    """
     look = shared.SharedWorkspace._raise_untold
 
     def look_too_early(self: shared.SharedWorkspace) -> None:
         shared.SharedWorkspace._raise_untold = look  # type: ignore[method-assign]
+        there.touch()
         end = time.monotonic() + PROMPT_S
         while not rank.comm.is_void(rank.comm.attempts):
             assert time.monotonic() < end, "nobody has left"
@@ -237,12 +242,13 @@ def make_told_behind_the_look(rank: Rank) -> tuple[str, str, float]:
         shared.SharedWorkspace._raise_untold = look  # type: ignore[method-assign]
 
 
-def test_a_dispatch_never_makes_memory_again_before_its_caller_knows() -> None:
+def test_a_dispatch_never_makes_memory_again_before_its_caller_knows(tmp_path: Path) -> None:
     """The others are not about to make it: they go on when their callers have heard."""
+    there = tmp_path / "there"
     with fresh_ranks(2) as ranks:
         steps = try_again(ranks, "MoeAlltoAll")
-        ranks.submit(0, make_told_behind_the_look)
-        ranks.submit(1, make, "MoeAlltoAll", Fault("behind", step=steps - 1))
+        ranks.submit(0, make_told_behind_the_look, there)
+        ranks.submit(1, make, "MoeAlltoAll", Fault("behind", step=steps - 1, until=str(there)))
         outcomes = ranks.results(range(2), timeout=PROMPT_S)
         assert outcomes[1][0] == "KeyboardInterrupt"
         raised, text, _ = outcomes[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,16 +61,21 @@ def test_never_worse_than_the_published_algorithm() -> None:
     assert better > 300
 
 
-@pytest.mark.parametrize("groups_and_nodes", [(1, 1), (8, 4)])
-def test_a_large_model_is_planned_in_milliseconds(groups_and_nodes: tuple[int, int]) -> None:
-    """58 layers of 256 experts, 288 slots, 32 GPUs; the best of ten, because other programs run too."""
-    load = zipf(np.random.default_rng(1), 58, 256)
+def shortest(plan: Callable[..., Any], *args: Any) -> float:
+    """The least time of ten in seconds of this process, because other programs run too."""
     times = []
     for _ in range(10):
         start = time.process_time()
-        rebalance(load, 288, *groups_and_nodes, 32)
+        plan(*args)
         times.append(time.process_time() - start)
-    assert min(times) < 10e-3
+    return min(times)
+
+
+@pytest.mark.parametrize("groups_and_nodes", [(1, 1), (8, 4)])
+def test_a_large_model_is_planned_faster_than_by_the_published_algorithm(groups_and_nodes: tuple[int, int]) -> None:
+    """58 layers of 256 experts, 288 slots, 32 GPUs: 6 to 14 times on an idle machine."""
+    args = (zipf(np.random.default_rng(1), 58, 256), 288, *groups_and_nodes, 32)
+    assert shortest(rebalance, *args) < shortest(eplb.plan, *args) / 3
 
 
 def test_equal_arguments_give_equal_bits() -> None:
