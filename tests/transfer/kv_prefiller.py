@@ -12,6 +12,9 @@ from putget_transfer import kv
 
 LAYERS, PAGES, TOKENS, BYTES = 4, 64, 4, 4096
 HEARTBEAT_S = (0.1, 1.5)
+LEASE_S = 3.0
+GIVEN_UP = ("cancelled", "expired")
+"""How pages come back that their decoder has given up; expired: its cancel came before the prefill began."""
 
 
 def engine(network: str) -> pt.Engine:
@@ -32,7 +35,7 @@ def main() -> None:
     """Carry out lines: `begin`, `layers`, `finish` and `released`."""
     own = engine(sys.argv[1])
     memory, described = cache(own)
-    prefiller = kv.Prefiller(described, lease_s=3600)
+    prefiller = kv.Prefiller(described, lease_s=LEASE_S)
     print(prefiller.source().hex(), flush=True)
     step, pages, ended = 0, {}, []
     for line in sys.stdin:

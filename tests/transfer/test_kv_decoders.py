@@ -108,9 +108,9 @@ def test_a_killed_decoder_gives_the_pages_back(prefill: Prefiller, start: Callab
     if stage == "accepted":
         prefill.begin("r", 7)
     prefill.complete("r")
-    assert prefill.end("r") == ["sent"]
+    assert prefill.end("r") == ["cancelled"]
     prefill.serve(other, "other", LATER)
-    assert prefill.end("r") == ["sent"]
+    assert prefill.end("r") == ["cancelled"]
     assert 'requests_total{end="failed"} 1' in prefill.prefiller.metrics_text()
     assert 'requests_total{end="sent"} 1' in prefill.prefiller.metrics_text()
     assert prefill.prefiller.drain()
@@ -130,7 +130,7 @@ def test_a_stopped_decoder_that_goes_on_takes_no_page_that_is_used_again(
         if stage == "computed":
             prefill.prefiller.layer_done(LAYERS - 1)
         prefill.complete(name)
-        assert prefill.end(name) == ["sent"]
+        assert prefill.end(name) == ["cancelled"]
         prefill.memory[...] = LATER
         decoder.signal(signal.SIGCONT)
         # It may have had all bytes in its network's buffers. Then they are the right ones.

@@ -174,7 +174,9 @@ fn a_cancel_is_confirmed_and_pages_come_back_at_every_stage() {
             for (_, prefiller) in sources.iter().filter(|_| stage > 0) {
                 prefiller.layer_done(LAYERS - 1);
                 prefiller.finish(&name, &context(request)).unwrap();
-                assert_eq!(released(prefiller, &name), End::Sent);
+                let end = released(prefiller, &name);
+                // A source without the context may have sent all of its own.
+                assert!(end == End::Cancelled || (stage == 2 && end == End::Sent), "{stage}: {end:?}");
             }
             assert_eq!(rank.spoilt(), 0);
         }
@@ -376,7 +378,7 @@ fn a_decoder_that_ends_gives_the_pages_back() {
         rank.engine.close();
         drop((receive, decoder, rank));
         prefill(&sources, 1, 1, &[20, 50]);
-        sources.iter().for_each(|(_, prefiller)| assert_eq!(released(prefiller, "request1"), End::Sent));
+        sources.iter().for_each(|(_, prefiller)| assert_eq!(released(prefiller, "request1"), End::Cancelled));
     }
 }
 

@@ -59,7 +59,7 @@ impl Inner {
                         count(&self.metrics.cancelled);
                         if let Some(prefill) = state.prefills.get_mut(&name) {
                             prefill.num_targets = Some(num_targets);
-                            prefill.served.insert((from.clone(), answers));
+                            prefill.served.insert((from.clone(), answers), false);
                         }
                     }
                     _ => {

@@ -6,7 +6,7 @@ mod parts;
 mod sending;
 mod steps;
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -80,8 +80,10 @@ pub struct Work<'a> {
 /// Why the pages of a request come back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum End {
-    /// Every decoder that asked has them, or has cancelled.
+    /// Every decoder that asked has them.
     Sent,
+    /// No decoder that asked needs them any more, and one has cancelled or could not be reached.
+    Cancelled,
     /// Nobody asked in time.
     Expired,
     /// The prefill has failed.
@@ -102,8 +104,8 @@ struct Prefill {
     lease: Instant,
     /// How many decode ranks will ask, as soon as one has.
     num_targets: Option<u32>,
-    /// Those that have all of it: a decoder's address, and its pool of answers.
-    served: HashSet<(NetAddr, u32)>,
+    /// Those that need nothing more, and whether they have all of it: a decoder's address, and its pool of answers.
+    served: HashMap<(NetAddr, u32), bool>,
 }
 
 struct Job {
@@ -427,7 +429,7 @@ impl Prefill {
             failed: None,
             lease,
             num_targets: None,
-            served: HashSet::new(),
+            served: HashMap::new(),
         }
     }
 

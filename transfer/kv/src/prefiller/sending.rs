@@ -180,6 +180,7 @@ impl Inner {
             // The answer may be lost, and the decoder may ask again until its own deadline.
             state.landing.insert(key.clone(), job.deadline.max(Instant::now()) + OVERTAKEN);
         }
+        let has_all = stopped.is_none();
         match stopped {
             None => count(&self.metrics.sent),
             Some(Stop::Cancelled) => {
@@ -192,7 +193,7 @@ impl Inner {
             }
         }
         if let Some(prefill) = state.prefills.get_mut(&job.request.request) {
-            prefill.served.insert((key.0.clone(), answers));
+            prefill.served.insert((key.0.clone(), answers), has_all);
         }
     }
 
@@ -207,7 +208,8 @@ impl Inner {
         let all = prefill.num_targets.is_some_and(|targets| prefill.served.len() >= targets as usize);
         let end = match prefill.failed {
             Some(_) => End::Failed,
-            None if all => End::Sent,
+            None if all && prefill.served.values().all(|has_all| *has_all) => End::Sent,
+            None if all => End::Cancelled,
             None if prefill.lease <= Instant::now() => End::Expired,
             None => return,
         };

@@ -215,7 +215,7 @@ class Prefiller:
         """
 
     def poll(self) -> list[tuple[str, str]]:
-        """Return the requests whose pages have come back, and why: "sent", "expired" or "failed".
+        """Return the requests whose pages have come back, and why: "sent", "cancelled", "expired" or "failed".
 
         Call it now and then: it also ends leases.
         """

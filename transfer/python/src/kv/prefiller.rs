@@ -105,6 +105,7 @@ impl PyPrefiller {
     fn poll(&self, py: Python<'_>) -> Vec<(String, &'static str)> {
         let name = |end| match end {
             End::Sent => "sent",
+            End::Cancelled => "cancelled",
             End::Expired => "expired",
             End::Failed => "failed",
         };

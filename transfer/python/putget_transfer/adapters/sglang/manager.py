@@ -23,7 +23,7 @@ from putget_transfer.adapters.sglang import layers
 from putget_transfer.adapters.sglang.bootstrap import SOURCE
 from putget_transfer.adapters.sglang.pools import Metadata, Rank, cache_of, last_layer, model_of
 from putget_transfer.adapters.sglang.receiving import Receiving
-from putget_transfer.adapters.sglang.sending import Sending
+from putget_transfer.adapters.sglang.sending import GIVEN_UP, Sending
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +170,7 @@ class PutgetKVManager(CommonKVManager):  # type: ignore[misc]
         if notification is not None:
             room = notification.room
             if self.request_status.get(room) != KVPoll.Success:
-                self.sending.fail(room, "the decode server has given it up")
+                self.sending.fail(room, GIVEN_UP)
         elif message[0] == ASK:
             room, name, num_targets, prefix = int(message[1]), message[2].decode(), int(message[3]), int(message[4])
             if self.sending.asked(room, name, num_targets):

@@ -18,6 +18,9 @@ KEPT_S = 300.0
 """How long a room that has failed is remembered: decode ranks that ask later are told at once."""
 TIDY_S = 5.0
 ALL_LAYERS = (1 << 15) - 1
+GIVEN_UP = "the decode server has given it up"
+ENDS = {"cancelled": GIVEN_UP, "expired": "no decode rank has asked in time"}
+"""Why a room has failed of which pages have come back so."""
 
 
 @dataclass
@@ -201,8 +204,8 @@ class Sending:
                     continue
                 at = self.rooms[room]
                 at.read.discard(name)
-                if end == "expired" and at.reason is None:
-                    at.reason = "no decode rank has asked in time"
+                if end in ENDS and at.reason is None:
+                    at.reason = ENDS[end]
                 self._settle(room, at)
             self._tidy()
 

@@ -9,6 +9,7 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 
 ENDS = {
     "sent": "Prefills whose decode servers have them",
+    "cancelled": "Prefills that their decode servers have given up",
     "expired": "Prefills that nobody has asked for in time",
     "aborted": "Prefills that have failed",
     "arrived": "Prompts that have arrived",
