@@ -94,8 +94,8 @@ struct Door {
     shut: bool,
     /// Work for the peer that was given until then is over.
     ended: u64,
-    /// By the device group here, and the one there.
-    pairs: HashMap<(u16, u16), Pair>,
+    /// By the device group here, and the one there. A map has room for three from the first on, and doors stay for good.
+    pairs: HashMap<(u16, u16), Box<Pair>>,
     /// Memory that the peer has keys of its own for.
     lent: Vec<Lent>,
 }

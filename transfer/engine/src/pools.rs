@@ -10,6 +10,9 @@ use crate::jobs::Turns;
 use crate::message::Rejection;
 use crate::metrics::Metrics;
 
+/// Longer buffers are made when a message needs one, as long as the message, and given back behind it: most messages are short.
+const LONGEST_KEPT: usize = 64 << 10;
+
 pub(crate) type RecvCallback = Box<dyn FnMut(&NetAddr, &[u8]) + Send>;
 
 /// Options of receives.
@@ -43,20 +46,24 @@ pub(crate) struct RecvPool {
 }
 
 impl RecvPool {
-    /// Takes a free buffer for a message of an engine. None: all are held, or as many of them as one engine may hold.
-    fn take(&self, engine: u64) -> Option<Vec<u8>> {
+    /// Takes a free buffer for a message of an engine, which has so many bytes. None: all are held, or as many of them as one engine may
+    /// hold, or there is no memory.
+    fn take(&self, len: u64, engine: u64) -> Option<Vec<u8>> {
         let mut buffers = lock(&self.buffers);
         let held = buffers.held.get(&engine).copied().unwrap_or(0);
         if held >= self.per_peer {
             return None;
         }
-        let buffer = buffers.free.pop()?;
+        let buffer = buffers.free.pop_if(|buffer| buffer.try_reserve_exact(len as usize).is_ok())?;
         buffers.held.insert(engine, held + 1);
         Some(buffer)
     }
 
     pub fn give_back(&self, engine: u64, mut buffer: Vec<u8>) {
         buffer.clear();
+        if self.len > LONGEST_KEPT {
+            buffer = Vec::new();
+        }
         let mut buffers = lock(&self.buffers);
         buffers.free.push(buffer);
         if let Some(held) = buffers.held.get_mut(&engine) {
@@ -104,7 +111,8 @@ impl Pools {
                 return Err(Error::argument(argument, "0 came; at least 1 is needed"));
             }
         }
-        let free = (0..count).map(|_| Vec::with_capacity(len)).collect();
+        let kept = if len > LONGEST_KEPT { 0 } else { len };
+        let free = (0..count).map(|_| Vec::with_capacity(kept)).collect();
         let buffers = Mutex::new(Buffers { free, held: HashMap::new() });
         let pool = RecvPool { len, per_peer, side, buffers, callback: Mutex::new(callback), turns: Turns::default() };
         let mut pools = lock(&self.0);
@@ -123,7 +131,37 @@ impl Pools {
             return Err(Rejection::TooLong { allowed: longest });
         }
         let mut fitting = same.iter().filter(|pool| len <= pool.len as u64);
-        let taken = fitting.find_map(|pool| pool.take(engine).map(|buffer| (Arc::clone(pool), buffer)));
+        let taken = fitting.find_map(|pool| pool.take(len, engine).map(|buffer| (Arc::clone(pool), buffer)));
         taken.ok_or(Rejection::Exhausted)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pools(lens: &[usize]) -> Pools {
+        let pools = Pools::default();
+        for len in lens {
+            pools.add((*len, 2), &RecvOptions::default(), Side::Own, Box::new(|_, _| {})).unwrap();
+        }
+        pools
+    }
+
+    #[test]
+    fn a_long_buffer_is_made_for_its_message_and_given_back_behind_it() {
+        let pools = pools(&[100, LONGEST_KEPT + 100]);
+        let len = LONGEST_KEPT + 1;
+        for _ in 0..3 {
+            let (pool, buffer) = pools.take(0, len as u64, 7).unwrap();
+            assert!(buffer.is_empty() && (len..=pool.len).contains(&buffer.capacity()));
+            pool.give_back(7, buffer);
+            let kept: usize = lock(&pool.buffers).free.iter().map(Vec::capacity).sum();
+            assert_eq!((kept, lock(&pool.buffers).free.len()), (0, 2));
+        }
+        let (short, buffer) = pools.take(0, 100, 7).unwrap();
+        assert_eq!(buffer.capacity(), 100);
+        short.give_back(7, buffer);
+        assert_eq!(lock(&short.buffers).free.iter().map(Vec::capacity).sum::<usize>(), 200);
     }
 }

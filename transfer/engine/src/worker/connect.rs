@@ -113,7 +113,7 @@ impl<N: Nic + ?Sized> Worker<N> {
             peer.stage = stage;
             peer.setup_ends = setup_ends;
             self.sessions.insert(introduction.session, index);
-            peer.mine = Some(introduction);
+            peer.mine = Some(Box::new(introduction));
         }
         self.send_hello(index);
         Ok(())
@@ -148,7 +148,7 @@ impl<N: Nic + ?Sized> Worker<N> {
         let Some(peer) = self.peers.get_mut(index) else { return };
         peer.sent = now;
         if let (Some(way), Some(mine)) = (peer.way, &peer.mine) {
-            let hello = Hello { to_engine: peer.key.engine, to_group: peer.key.group, from: mine.clone() };
+            let hello = Hello { to_engine: peer.key.engine, to_group: peer.key.group, from: mine.as_ref().clone() };
             self.send_greeting(way, &Frame { session: 0, body: Body::Hello(hello) });
         }
     }
@@ -245,7 +245,7 @@ impl<N: Nic + ?Sized> Worker<N> {
             Stage::Connecting if peer.announcement == Announcement::Under => return,
             Stage::Connecting | Stage::Asking(_) => {}
             // Confirm was lost on its way.
-            Stage::Confirming if peer.other.as_ref() == Some(&from) => return self.send_confirm(index),
+            Stage::Confirming if peer.other.as_deref() == Some(&from) => return self.send_confirm(index),
             _ => return,
         }
         if from.nics.first().is_none_or(|nic| nic.key != key || nic.provider != self.kind) {
@@ -272,7 +272,7 @@ impl<N: Nic + ?Sized> Worker<N> {
             Ok(()) => {
                 if let Some(peer) = self.peers.get_mut(index) {
                     peer.theirs = from.session;
-                    peer.other = Some(from);
+                    peer.other = Some(Box::new(from));
                     peer.stage = Stage::Confirming;
                 }
                 self.send_confirm(index);
@@ -287,7 +287,7 @@ impl<N: Nic + ?Sized> Worker<N> {
         peer.sent = now;
         if let (Some(way), Some(mine), Some(other)) = (peer.way, peer.mine.clone(), peer.other.clone()) {
             let mac = prove(self.secret(), Role::Connecting, &mine, &other);
-            self.send_greeting(way, &Frame { session: other.session, body: Body::Confirm(mine, mac) });
+            self.send_greeting(way, &Frame { session: other.session, body: Body::Confirm(*mine, mac) });
         }
     }
 
@@ -335,7 +335,7 @@ impl<N: Nic + ?Sized> Worker<N> {
         self.replace(index, news);
         if let Some(peer) = self.peers.get_mut(index) {
             (peer.waiting, peer.waiting_messages) = (waiting, messages);
-            peer.successor = Some(Successor { way, mine, from });
+            peer.successor = Some(Box::new(Successor { way, mine, from }));
         }
         self.succeed(index);
     }
@@ -362,7 +362,7 @@ impl<N: Nic + ?Sized> Worker<N> {
     /// Says whether a peer's connection is the one that this introduction began.
     fn accepted(&self, peer: usize, from: &Introduction) -> bool {
         let peer = self.peers.get(peer);
-        peer.is_some_and(|peer| peer.stage == Stage::Ready && peer.other.as_ref() == Some(from))
+        peer.is_some_and(|peer| peer.stage == Stage::Ready && peer.other.as_deref() == Some(from))
     }
 
     /// Begins the connection that a peer has proved, once the one before is over.
@@ -372,7 +372,7 @@ impl<N: Nic + ?Sized> Worker<N> {
             return;
         }
         let Some(peer) = self.peers.get_mut(index) else { return };
-        let Some(Successor { way, mine, from }) = peer.successor.take() else {
+        let Some(Successor { way, mine, from }) = peer.successor.take().map(|next| *next) else {
             if std::mem::take(&mut peer.connect_again) {
                 self.begin_connect(index);
             }
@@ -385,7 +385,7 @@ impl<N: Nic + ?Sized> Worker<N> {
                 if let Some(peer) = self.peers.get_mut(index) {
                     peer.session = mine.session;
                     peer.theirs = from.session;
-                    peer.other = Some(from.clone());
+                    peer.other = Some(Box::new(from.clone()));
                 }
                 self.sessions.insert(mine.session, index);
                 self.send_greeting(way, &Frame { session, body: Body::Ready });

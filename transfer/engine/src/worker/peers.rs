@@ -53,6 +53,7 @@ pub(super) struct Successor {
     pub from: Introduction,
 }
 
+/// The record of a peer. It stays when the peer has gone, so what only a set-up needs lies apart.
 pub(super) struct Peer {
     pub key: PeerKey,
     pub name: PeerName,
@@ -66,7 +67,7 @@ pub(super) struct Peer {
     /// Connections that are not over yet.
     pub ending: usize,
     /// The next state when they are: a connection that the peer has proved, or one of this engine's own making.
-    pub successor: Option<Successor>,
+    pub successor: Option<Box<Successor>>,
     pub connect_again: bool,
     /// Transfers that wait for the peer's word on why its connection broke.
     pub inquiry: Option<Inquiry>,
@@ -80,9 +81,9 @@ pub(super) struct Peer {
     /// How often it has been connected.
     pub connections: u64,
     /// This engine's words about itself in the set-up under way.
-    pub mine: Option<Introduction>,
+    pub mine: Option<Box<Introduction>>,
     /// The peer's words about itself.
-    pub other: Option<Introduction>,
+    pub other: Option<Box<Introduction>>,
     /// When the set-up fails.
     pub setup_ends: Instant,
     /// The last obstacle, and its time.
