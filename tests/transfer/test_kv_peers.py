@@ -176,11 +176,14 @@ def come_and_go(cluster: Cluster, each: int, turns: int) -> list[tuple[int, int,
         found.append((used_kib(), entries("task"), entries("fd")))
         return found[-1]
 
+    alone = entries("task")
     for role in ROLES:
         cluster.join(role)
     first = [cluster.peers[role][0] for role in ROLES]
     cluster.request(*first)
     _, threads, files = note()
+    # A prefiller's thread that arms begins with its first request, so that later there may be more, up to these.
+    most = alone + each * (threads - alone)
     for role in ROLES:
         for _ in range(each - 1):
             cluster.join(role)
@@ -188,7 +191,8 @@ def come_and_go(cluster: Cluster, each: int, turns: int) -> list[tuple[int, int,
         if at == turns // 4:
             note()
         cluster.turn(at)
-    _, most, _ = note()
+    until(lambda: entries("task") <= most)
+    note()
     for role in ROLES:
         while len(cluster.peers[role]) > 1:
             cluster.leave(role, 1)
@@ -196,8 +200,6 @@ def come_and_go(cluster: Cluster, each: int, turns: int) -> list[tuple[int, int,
     until(lambda: (entries("task"), entries("fd")) == (threads, files))
     note()
     assert len(cluster.directory.entries()) == 2
-    # Threads belong to engines that are there.
-    assert most == found[1][1]
     assert found[2][0] - found[1][0] < MOST_KIB
     return found
 
