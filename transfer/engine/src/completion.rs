@@ -32,6 +32,8 @@ pub struct Done {
     pub(crate) kind: Kind,
     /// The place of a submission among those that are under way.
     pub(crate) permit: Option<Permit>,
+    /// When the word was seen that its writes waited for, until the first of them is posted.
+    pub(crate) seen: Option<Instant>,
 }
 
 /// Makes progress on the thread of a caller that waits.
@@ -90,7 +92,7 @@ impl fmt::Debug for Done {
 
 impl From<Kind> for Done {
     fn from(kind: Kind) -> Self {
-        Self { kind, permit: None }
+        Self { kind, permit: None, seen: None }
     }
 }
 

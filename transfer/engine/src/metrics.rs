@@ -2,9 +2,42 @@
 
 use std::fmt::Write;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use crate::apart::Apart;
 use crate::descriptor::MAX_NICS;
+
+/// Upper bounds of the buckets of short times, in microseconds. What takes longer is in the last one, without a bound.
+const BOUNDS_US: [u64; 14] = [1, 2, 5, 10, 15, 20, 30, 50, 75, 100, 200, 500, 1000, 10_000];
+
+/// How often something took how long.
+#[derive(Debug, Default)]
+pub(crate) struct Times {
+    /// One more than there are bounds.
+    buckets: [AtomicU64; BOUNDS_US.len() + 1],
+    sum_ns: AtomicU64,
+}
+
+impl Times {
+    pub fn add(&self, time: Duration) {
+        let time_ns = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+        let bucket = BOUNDS_US.partition_point(|bound| *bound * 1000 < time_ns);
+        self.buckets.iter().skip(bucket).take(1).for_each(count);
+        self.sum_ns.fetch_add(time_ns, Ordering::Relaxed);
+    }
+
+    fn text(&self, name: &str) -> String {
+        let (mut total, mut text) = (0, format!("# TYPE {name} histogram\n"));
+        let bounds = BOUNDS_US.iter().map(|bound| (*bound as f64 / 1e6).to_string()).chain(["+Inf".to_owned()]);
+        for (bound, bucket) in bounds.zip(&self.buckets) {
+            total += bucket.load(Ordering::Relaxed);
+            text += &format!("{name}_bucket{{le=\"{bound}\"}} {total}\n");
+        }
+        let sum = self.sum_ns.load(Ordering::Relaxed) as f64 / 1e9;
+        text += &format!("{name}_sum {sum}\n{name}_count {total}\n");
+        text
+    }
+}
 
 macro_rules! metrics {
     ($($(#[doc = $help:literal])+ $field:ident: $kind:literal,)+) => {
@@ -14,6 +47,8 @@ macro_rules! metrics {
             $($(#[doc = $help])+ pub $field: AtomicU64,)+
             /// Operations that were submitted. Callers count these, the worker everything else.
             pub submitted_total: Apart<AtomicU64>,
+            /// From the sight of a word to the first posted write of those that waited for it.
+            pub word_to_post: Times,
             /// Bytes of payload posted as writes, by NIC.
             nic_bytes: [AtomicU64; MAX_NICS],
             /// Write requests posted, by NIC.
@@ -124,7 +159,10 @@ impl Metrics {
         head("writes_total", "counter", "Write requests posted.", &by_nic(&self.nic_writes));
         head("read_bytes_total", "counter", "Bytes asked for by reads.", &by_nic(&self.nic_read_bytes));
         head("reads_total", "counter", "Read requests posted.", &by_nic(&self.nic_reads));
-        text
+        let name = "putget_transfer_word_to_post_seconds";
+        text +=
+            &format!("# HELP {name} From the sight of a watched word to the first posted write that waited for it.\n");
+        text + &self.word_to_post.text(name)
     }
 }
 
@@ -139,6 +177,9 @@ mod tests {
         metrics.posted(1, 4096, false);
         metrics.posted(0, 512, true);
         metrics.peer_event(true);
+        for time_us in [1, 100, 101, 20_000] {
+            metrics.word_to_post.add(Duration::from_micros(time_us));
+        }
         let text = metrics.text(2, 3);
         for line in [
             "# HELP putget_transfer_completed_total Operations that ended well.",
@@ -151,6 +192,11 @@ mod tests {
             "putget_transfer_writes_total{nic=\"1\"} 1",
             "putget_transfer_read_bytes_total{nic=\"0\"} 512",
             "putget_transfer_reads_total{nic=\"0\"} 1",
+            "putget_transfer_word_to_post_seconds_bucket{le=\"0.000001\"} 1",
+            "putget_transfer_word_to_post_seconds_bucket{le=\"0.0001\"} 2",
+            "putget_transfer_word_to_post_seconds_bucket{le=\"0.01\"} 3",
+            "putget_transfer_word_to_post_seconds_bucket{le=\"+Inf\"} 4",
+            "putget_transfer_word_to_post_seconds_count 4",
         ] {
             assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
         }

@@ -62,13 +62,13 @@ impl Shared {
         };
         let done = match done.kind {
             Kind::Quiet(call) => return call(outcome),
-            kind => Done { kind, permit: done.permit },
+            kind => Done { kind, permit: done.permit, seen: None },
         };
         self.metrics.finished(outcome.is_ok());
         if let Err(error) = &outcome {
             tracing::debug!(%error, "an operation failed");
         }
-        let Done { kind, permit } = done;
+        let Done { kind, permit, .. } = done;
         // Before anybody is told: who hears of an end may submit.
         drop(permit);
         match kind {

@@ -114,9 +114,10 @@ impl Armed {
     }
 }
 
-/// Counts writes among the operations that are under way, where they are not counted yet.
+/// Counts writes among the operations that are under way, where they are not counted yet, and notes that their word is there.
 fn under_way(mut command: Command, gate: &Arc<Gate>) -> Command {
     if let Command::Write { done, .. } = &mut command {
+        done.seen = Some(Instant::now());
         done.occupy(gate);
     }
     command

@@ -251,6 +251,8 @@ fn a_word_posts_prepared_writes_once_it_is_there() {
         let foreign = b.alloc_uvm_word().unwrap();
         let other = a.submit_when(&foreign, 1, &prepared, None, &Options::default(), Done::ignore());
         assert!(argument(other).contains("another engine"));
+        // Each that was posted is timed once.
+        assert!(a.metrics_text().contains("putget_transfer_word_to_post_seconds_count 21\n"));
         let (_, future) = when(100, LONG);
         a.close();
         assert_eq!(failure(future.wait(LONG).unwrap()).reason, Reason::Closed);

@@ -316,6 +316,8 @@ impl<N: Nic + ?Sized> Worker<N> {
         let offered = pieces.len();
         match posted {
             Ok(count) => {
+                let seen = op.done.as_mut().and_then(|done| done.seen.take());
+                seen.iter().for_each(|seen| self.shared.metrics.word_to_post.add(seen.elapsed()));
                 target.in_flight += 1;
                 if imm.is_some() && count == offered {
                     target.imm = Imm::Posted;

@@ -11,6 +11,7 @@ import ctypes
 import math
 import multiprocessing
 import random
+import re
 import statistics
 import sys
 import threading
@@ -31,6 +32,7 @@ _IMM = 77
 _MOST_SHARED = 256 << 20
 _HOLD_S = 0.005
 _UNDISTURBED_NS = 20_000
+_SHARES = (("p50_us", 0.5), ("p99_us", 0.99))
 _DEADLINE_S = 600.0
 Report = dict[str, Any]
 
@@ -110,6 +112,20 @@ def _store(prefiller: Prefiller, value: int) -> tuple[int, int]:
     return before, time.monotonic_ns()
 
 
+def _posted(engine: Engine) -> dict[float, int]:
+    """Return how many writes were posted within each bound, in microseconds, after their word was seen."""
+    found = re.findall(r'word_to_post_seconds_bucket{le="(\S+)"} (\d+)', engine.metrics_text())
+    return {1e6 * float(bound): int(count) for bound, count in found}
+
+
+def _within(before: dict[float, int], after: dict[float, int]) -> Report:
+    """Return the bounds of the median and the 99th percentile of what was posted in between."""
+    counts = {bound: count - before[bound] for bound, count in after.items()}
+    most = max(counts.values())
+    bounds = {name: min(bound for bound, count in counts.items() if count >= share * most) for name, share in _SHARES}
+    return {"count": most, **bounds}
+
+
 @contextmanager
 def _busy(held: bool) -> Iterator[None]:
     """Have another thread keep Python's lock, 5 ms at a time."""
@@ -170,6 +186,8 @@ def prefill_rank(pipe: Connection, network: str, shape: Shape, shared: str | Non
             pipe.send(None)
         elif kind == "paged":
             pipe.send(_paged(rank, *given))
+        elif kind == "posted":
+            pipe.send(_posted(rank.engine))
     rank.engine.close()
 
 
@@ -315,15 +333,20 @@ def _spread(times_us: Sequence[float]) -> Report:
 
 
 def first_writes(network: str, rounds: int) -> Report:
-    """Time one page from the word's store to the decode rank, alone and while a thread keeps Python's lock."""
+    """Time one page from the word's store to the decode rank, alone and while a thread keeps Python's lock.
+
+    `posted` is the part from the sight of the word to the posted write, as upper bounds: the engine counts by buckets.
+    """
     shape = Shape(Model(layers=1, kv_heads=1, head_bytes=1024), 4, 4)
     report: Report = {"network": network}
     with Pair(network, shape) as pair:
         for kind in ("ready", "held"):
+            before = pair.do("posted")
             rows = [pair.request([0], [0], kind) for _ in range(rounds)]
+            posted = _within(before, pair.do("posted"))
             # Otherwise the storing thread itself has waited for the lock, between its clock and its store.
             found = [(arrived - begun) / 1e3 for begun, stored, arrived in rows if stored - begun < _UNDISTURBED_NS]
-            report[kind] = _spread(found)
+            report[kind] = {**_spread(found), "posted": posted}
     return report
 
 

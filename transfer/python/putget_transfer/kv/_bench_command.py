@@ -70,5 +70,13 @@ def run(options: argparse.Namespace) -> None:
             for kind in kinds
         ]
         show(title, ("network", what, "samples", "p50 us", "p99 us"), rows)
+    rows = [
+        (row["network"], kind, *(f"{row[kind]['posted'][name]:.0f}" for name in ("count", "p50_us", "p99_us")))
+        for row in found["first_writes"]
+        for kind in ("ready", "held")
+    ]
+    show(
+        "From the sight of the word to the posted write", ("network", "lock", "samples", "p50 us <=", "p99 us <="), rows
+    )
     if options.output_file:
         options.output_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
