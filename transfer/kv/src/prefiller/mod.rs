@@ -262,12 +262,16 @@ impl Prefiller {
         self.inner.check_step(&state, step, work)?;
         state.step = step;
         let mut asked = Vec::new();
+        let lease = Instant::now() + self.inner.options.lease;
         for one in work {
-            let lease = Instant::now() + self.inner.options.lease;
-            let prefill = state.prefills.entry(one.request.to_owned()).or_insert_with(|| Prefill::new(lease));
-            prefill.steps.push((one.tokens, step));
-            prefill.pages = one.pages.to_vec();
-            state.gone.remove(one.request);
+            if !state.prefills.contains_key(one.request) {
+                state.gone.remove(one.request);
+                state.prefills.insert(one.request.to_owned(), Prefill::new(lease));
+            }
+            if let Some(prefill) = state.prefills.get_mut(one.request) {
+                prefill.steps.push((one.tokens, step));
+                one.pages.clone_into(&mut prefill.pages);
+            }
             if state.asked.contains_key(one.request) {
                 asked.push(one.request.to_owned());
             }

@@ -38,11 +38,13 @@ impl Inner {
             let problem = format!("{step} came; steps ascend, and the last one was {}", state.step);
             return Err(Error::argument("step", problem));
         }
-        let new = work.iter().filter(|one| !state.prefills.contains_key(one.request)).count();
-        if state.prefills.len() + new > self.options.max_requests {
-            return Err(Error::Busy { most: self.options.max_requests });
+        // Most steps have room for all, so that nobody has to know which are new.
+        let new = || work.iter().filter(|one| !state.prefills.contains_key(one.request)).count();
+        let (known, most) = (state.prefills.len(), self.options.max_requests);
+        if known + work.len() > most && known + new() > most {
+            return Err(Error::Busy { most });
         }
-        let mut seen = HashSet::new();
+        let mut seen = HashSet::with_capacity(work.len());
         for one in work {
             let bad = |problem: String| Err(Error::argument("work", format!("{:?}: {problem}", one.request)));
             if one.request.is_empty() || one.request.len() > MOST_NAME || !seen.insert(one.request) {

@@ -1,6 +1,7 @@
 //! The prefill side, as Python sees it.
 
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedStr;
 use pyo3::types::PyBytes;
 
 use putget_transfer::CudaStream;
@@ -50,13 +51,13 @@ impl PyPrefiller {
         &self,
         py: Python<'_>,
         #[pyo3(from_py_with = arguments::step)] step: u64,
-        work: Vec<(String, Bound<'_, PyAny>, Bound<'_, PyAny>)>,
+        work: Vec<(PyBackedStr, Bound<'_, PyAny>, Bound<'_, PyAny>)>,
         #[pyo3(from_py_with = arguments::stream)] stream: Option<CudaStream>,
     ) -> PyResult<()> {
-        let read = |(request, tokens, pages): &(String, Bound<'_, PyAny>, Bound<'_, PyAny>)| {
-            pyo3::PyResult::Ok((request.clone(), arguments::tokens(tokens)?, super::lists(pages)?))
+        let read = |(request, tokens, pages): (PyBackedStr, Bound<'_, PyAny>, Bound<'_, PyAny>)| {
+            pyo3::PyResult::Ok((request, arguments::tokens(&tokens)?, super::lists(&pages)?))
         };
-        let work = work.iter().map(read).collect::<pyo3::PyResult<Vec<_>>>()?;
+        let work = work.into_iter().map(read).collect::<pyo3::PyResult<Vec<_>>>()?;
         let work: Vec<_> =
             work.iter().map(|(request, tokens, pages)| Work { request, tokens: *tokens, pages }).collect();
         Ok(py.allow_threads(|| match stream {
