@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from multiprocessing.context import ForkContext, ForkProcess
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,15 @@ import psutil
 
 from putget_transfer.adapters import router
 from putget_transfer.adapters.vllm import NAME
+from tests.engines import kv_vllm_stages
 from tests.engines.prompts import free_port
 
 START_S, ANSWER_S = 600.0, 300.0
 TIMEOUT_S = 3.0
 """The silence after which a peer counts as down."""
 NEW_TOKENS = 6
+STREAMED = 3
+"""Requests whose stages are noted, in each order."""
 
 
 def prompt_of(number: int) -> list[int]:
@@ -176,6 +180,11 @@ def small(servers: Servers) -> dict[str, Any]:
         for name in ("decode", "decode first", "prefill first"):
             found[name] = list(pool.map(lambda number, name=name: servers.tokens(name, number), range(6)))
     found["arrived"] = servers.count("decode", "arrived")
+    # One by one, so that each stage is one request's.
+    for order in router.ORDERS:
+        bodies = [servers.asked(number, request_id=f"{order}-{number}") for number in range(STREAMED)]
+        url = servers.urls[f"{order} first"]
+        found[f"streamed {order} first"] = [asdict(kv_vllm_stages.ask(url, body)) for body in bodies]
     return found
 
 

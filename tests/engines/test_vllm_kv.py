@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.engines.kv_vllm_stages import STAGES, Asked, ends_of, has_first_token, notes_in, stages_of
 from tests.engines.run import needs_transfer, only_with_engines, run
 from tests.engines.test_vllm import ENVIRONMENT
 
@@ -54,3 +55,20 @@ def test_text_is_that_of_one_server_in_either_order(folder: Path) -> None:
     assert found["decode first"] == found["prefill first"] == found["decode"]
     assert len({tuple(tokens) for tokens in found["decode"]}) == 6
     assert found["arrived"] == 12
+
+
+@pytest.mark.parametrize("order", ["decode", "prefill"])
+def test_stages_of_a_handover_follow_one_another(order: str, folder: Path) -> None:
+    found, notes = json.loads((folder / "small.json").read_text()), notes_in(folder)
+    streamed = [Asked(**one) for one in found[f"streamed {order} first"]]
+    assert [one.tokens for one in streamed] == found["decode"][: len(streamed)]
+    # With decode first, the answer may be over before the prefill server's own token is.
+    timed = [one for one in streamed if order == "prefill" or has_first_token(notes, one)]
+    for asked in timed:
+        start, ends = ends_of(notes, asked)
+        assert list(ends) == list(STAGES)
+        assert ends["client"] == max(start, *ends.values())
+        if order == "prefill":
+            assert start < ends["question"] <= ends["arm"]
+        # Stages are the whole of it: nothing is counted twice or left out.
+        assert sum(stages_of(start, ends).values()) == pytest.approx(1e3 * (asked.times[1] - start))
