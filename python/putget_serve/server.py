@@ -174,9 +174,13 @@ def _app(models: Any, model: Any, path: str, manager: Any, garbage: Garbage) -> 
     async def refuse(_request: Any, error: Exception) -> Any:
         return JSONResponse({"error": str(error)}, status_code=400)
 
+    async def end(_request: Any, error: Exception) -> Any:
+        return JSONResponse({"error": str(error)}, status_code=503)
+
     async def tell() -> Any:
         return PlainTextResponse(metrics.text(manager, garbage))
 
     app.add_exception_handler(ValueError, refuse)
+    app.add_exception_handler(putget.PutgetError, end)
     app.add_api_route("/metrics", tell)
     return app

@@ -192,6 +192,34 @@ def test_a_dense_model_whose_mlps_became_experts_keeps_its_text(tmp_path: Path) 
 
 
 @pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Answers to requests that come at awkward moments."""
+    folder: Path = tmp_path_factory.mktemp("asked")
+    run("transformers", "-m", "tests.engines.requests_transformers", folder)
+    found: dict[str, Any] = json.loads((folder / "found.json").read_text())
+    return found
+
+
+def test_a_request_ends_with_its_whole_text_or_with_a_named_error(asked: dict[str, Any]) -> None:
+    """Also if all tokens come before its handler, and if the manager stops or fails while it is taken."""
+    assert len(asked["whole"]) == 6
+    assert asked["stream"] == asked["told late"] == asked["whole"]
+    assert "finished before this request completed" in asked["taken as it stops"]
+    refused = "PutgetError: the request is not taken: The background thread is stopping."
+    assert asked["behind the stop"] == [refused] * 2
+    assert asked["broken"] == "error: rank 1 says 'no'", "it stands between quotes in the stream"
+    assert "rank 1 says" in asked["behind the break"]
+
+
+def test_a_prompt_without_room_is_refused_before_its_stream_begins(asked: dict[str, Any]) -> None:
+    assert asked["too long"] == "ValueError: the prompt has 300 tokens, a request has room for 128 in all"
+
+
+def test_a_stream_that_is_cancelled_leaves_no_handler_and_no_output(asked: dict[str, Any]) -> None:
+    assert asked["left"] == [0, 0]
+
+
+@pytest.fixture(scope="module")
 def spread(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Tokens of three models, alone and on each rank."""
     folder: Path = tmp_path_factory.mktemp("spread")

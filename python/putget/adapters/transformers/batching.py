@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
+import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from putget import PutgetError
 from putget.adapters.engines import require_names
 from putget.adapters.transformers.latent import has_latents, latent_cache
 from putget.adapters.transformers.passes import Spread
@@ -17,9 +20,19 @@ from putget.lockstep import Bell
 _MODULE = "transformers.generation.continuous_batching.continuous_api"
 _CACHE = "PagedAttentionCache"
 _NAMES = ("ContinuousBatchingManager", "BackgroundThreadStatus", "OutputRouter", _CACHE)
-_HOOKS = ("_generation_loop_body", "_generation_step", "_create_batch_processor", "_handle_critical_error")
+_HOOKS = (
+    "_generation_loop_body",
+    "_generation_step",
+    "_create_batch_processor",
+    "_handle_critical_error",
+    "_fail_all_remaining_requests",
+    "add_request",
+    "cancel_request",
+    "register_result_handler",
+)
 _KEPT = "_cached_continuous_batching_manager"  # where transformers looks for a manager of an earlier session
 _turn = threading.Lock()
+_UNQUOTED = str.maketrans({'"': "'", "\\": "/"})
 _SLEEP_S = 1.0  # a rank that sleeps looks at the end of the process so often; requests and other ranks wake it
 
 
@@ -53,6 +66,8 @@ def _nothing() -> None:
 class LockstepBatching:
     """Methods that precede those of transformers' manager: all ranks run one pass at a time.
 
+    A request ends with all of its tokens, with an error, or because its client has cancelled it.
+
     Attributes:
         spread: The model's expert layers.
         done: This rank's requests that have ended.
@@ -74,6 +89,8 @@ class LockstepBatching:
     current_batch: int
     _wake_up_loop: Any
     _statuses: Any
+    _taking: threading.Lock  # held while a request is taken, and while the last ones fail: none comes in behind these
+    _cancelled: queue.SimpleQueue[str]
     _has_finished = False
     _asked: Callable[[Spread], Spread] | None = None
 
@@ -92,7 +109,12 @@ class LockstepBatching:
         if asked is not None:
             self.spread = asked(self.spread)
         lockstep = self.spread.lockstep
-        if batch_processor.prepare_next_batch():
+        cancelled = [self._cancelled.get() for _ in range(self._cancelled.qsize())]
+        for request_id in cancelled:
+            super().cancel_request(request_id)  # type: ignore[misc]
+        has_batch = batch_processor.prepare_next_batch()
+        self.output_router.forget(cancelled)  # no output of theirs comes any more
+        if has_batch:
             self.spread.begin()
             self._generation_step()  # type: ignore[attr-defined]
             self.spread.end_pass()
@@ -138,15 +160,45 @@ class LockstepBatching:
 
         Raises:
             ValueError: The prompt alone fills the cache, or the model's positions; nothing has happened.
+            PutgetError: The manager has been stopped, or has failed: the request would never end.
         """
-        left = self.room - len(input_ids)
-        if left < 1:
-            if request_id is not None:
-                self.output_router.result_handlers.pop(request_id, None)
-            raise ValueError(f"the prompt has {len(input_ids)} tokens, a request has room for {self.room} in all")
-        wanted = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
-        most = left if wanted is None else min(wanted, left)
-        return super().add_request(input_ids, request_id=request_id, max_new_tokens=most, **options)  # type: ignore[misc]
+        try:
+            left = self.room - len(input_ids)
+            if left < 1:
+                raise ValueError(f"the prompt has {len(input_ids)} tokens, a request has room for {self.room} in all")
+            wanted = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
+            most = left if wanted is None else min(wanted, left)
+            with self._taking:
+                self._require_running()
+                return super().add_request(  # type: ignore[misc]
+                    input_ids, request_id=request_id, max_new_tokens=most, **options
+                )
+        except BaseException:
+            self.output_router.forget([request_id])
+            raise
+
+    def _require_running(self) -> None:
+        status = self.background_thread_status
+        why = status.can_accept_new_requests()
+        if why is not None:
+            cause = "" if status.fatal_error is None else f" {status.fatal_error}"
+            raise PutgetError(f"the request is not taken: {why}{cause}")
+
+    def cancel_request(self, request_id: str) -> None:
+        """As transformers', before the next pass: its loop has taken the request by then. The handler is left, too."""
+        self._cancelled.put(request_id)
+        self._wake_up_loop.set()
+
+    def register_result_handler(self, request_id: str, callback: Callable[[Any], None]) -> None:
+        """As transformers'. A request may have begun, and ended, before its caller comes here: that is told, too."""
+        with self.output_router.turn:
+            super().register_result_handler(request_id, callback)  # type: ignore[misc]
+            self.output_router.tell_early(request_id)
+
+    def _fail_all_remaining_requests(self, error: Exception, batch_processor: Any) -> None:
+        """As transformers', when no request is taken any more; a request that is just being taken fails as well."""
+        with self._taking:
+            super()._fail_all_remaining_requests(error, batch_processor)  # type: ignore[misc]
 
     def _handle_critical_error(self, error: Exception, batch_processor: Any) -> None:
         """This rank cannot go on: the others hear it at once."""
@@ -203,7 +255,7 @@ def batching_manager(
         generation_config.eos_token_id = -1
     manager = kind(model, generation_config, config)
     manager.spread, manager._statuses, manager._wake_up_loop = spread, module.BackgroundThreadStatus, Bell()
-    manager.done = Done()
+    manager.done, manager._taking, manager._cancelled = Done(), threading.Lock(), queue.SimpleQueue()
     manager.output_router = _router(module.OutputRouter, stream_interval, manager.done)
     manager.batch_processor = manager._create_batch_processor()
     cache, positions = (
@@ -216,18 +268,47 @@ def batching_manager(
 
 
 def _router(base: Any, interval: int, done: Done) -> Any:
-    """transformers' router, which counts, and leaves out what a stream does not tell: an output holds all tokens."""
+    """transformers' router, which counts, and leaves out what a stream does not tell: an output holds all tokens.
+
+    An output either finds its request's handler, or lies in the queue before the handler is registered.
+    """
 
     class IntervalRouter(base):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.turn = self._lock = threading.RLock()
+
         def deliver(self, output: Any) -> None:
             done.add(output)
-            super().deliver(output)
+            if output.error is not None:  # transformers writes it between quotes in a stream
+                output.error = " ".join(output.error.translate(_UNQUOTED).split())
+            with self.turn:
+                super().deliver(output)
 
         def deliver_batch(self, outputs: list[Any]) -> None:
             for output in outputs:
                 done.add(output)
             told = [one for one in outputs if one.is_finished() or (len(one.generated_tokens) - 1) % interval == 0]
             if told:
-                super().deliver_batch(told)
+                with self.turn:
+                    super().deliver_batch(told)
+
+        def tell_early(self, request_id: str) -> None:
+            """Outputs that came before their handler follow now."""
+            waiting = []
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    waiting.append(self.output_queue.get_nowait())
+            for output in waiting:
+                if output.request_id == request_id:
+                    super().deliver(output)
+                else:
+                    self.output_queue.put(output)
+
+        def forget(self, request_ids: list[str | None]) -> None:
+            """Leaves the handlers of requests that have no further output."""
+            with self.turn:
+                for request_id in request_ids:
+                    self.result_handlers.pop(request_id, None)
 
     return IntervalRouter()
