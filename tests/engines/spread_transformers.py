@@ -1,7 +1,8 @@
 """Three architectures spread over CPU ranks: python -m tests.engines.spread_transformers FOLDER.
 
 FOLDER/alone.json has the tokens of one process without putget, FOLDER/rank.N.json those of each rank: by ``generate``,
-by continuous batching, and by ``generate`` with the draft layer of a DeepSeek-V3 model.
+by continuous batching, by ``generate`` with the draft layer of a DeepSeek-V3 model, and by ``generate`` while the kind
+of prompts changes and a balancer moves experts.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ import transformers
 
 import putget
 from putget.adapters import transformers as putget_transformers
+from putget.balancer import PlanOptions
 from tests.engines.models import model_config, other_configs, save_architecture, save_drafts
 from tests.engines.prompts import free_port
 
 RANKS = 2
 DRAFTS = "Drafts"
+CHANGE = "Change"
+KINDS, TURNS, LONG, LENGTH = ((3, 17, 41), (96, 77, 64)), 6, 30, 8
 PROMPTS = [[3, 17, 41, 5, 96, 2], [77], [9, 8, 7, 6, 5, 4, 3, 2, 1], [5, 5, 5, 2], [64, 3]]
 
 
@@ -71,6 +75,8 @@ def answer_alone(folder: Path) -> None:
     for name in (*configs(), DRAFTS):
         model = load(folder / name)
         found[name] = {number: generate(model, number) for number in range(len(PROMPTS))}
+    model = load(folder / "Qwen3Moe")
+    found[CHANGE] = [[answer(model, of_kind(words, rank)) for words in KINDS] for rank in range(RANKS)]
     folder.joinpath("alone.json").write_text(json.dumps(found))
 
 
@@ -99,6 +105,41 @@ def draft(model: Any, comm: Any, own: list[int], balance: str) -> dict[str, Any]
     return {"tokens": tokens, "runs": runs, "held": held, "passes": passes}
 
 
+def kind(words: tuple[int, ...], rank: int, turn: int) -> list[int]:
+    """A prompt that has these words alone, so that it keeps a few experts busy."""
+    return [words[(place * (1 + rank) + turn) % len(words)] for place in range(LONG)]
+
+
+def of_kind(words: tuple[int, ...], rank: int) -> list[list[int]]:
+    return [kind(words, rank, turn) for turn in range(TURNS)]
+
+
+def answer(model: Any, prompts: list[list[int]]) -> list[list[int]]:
+    """Each prompt's tokens, one prompt after the other."""
+    found = []
+    for prompt in prompts:
+        with torch.no_grad():
+            output = model.generate(torch.tensor([prompt]), max_new_tokens=LENGTH, do_sample=False)
+        found.append(output[0].tolist()[len(prompt) :])
+    return found
+
+
+def change(model: Any, comm: Any) -> dict[str, Any]:
+    """Tokens of both kinds of prompts, and how many experts have moved before, between and behind them."""
+    plan = PlanOptions(interval=4, in_thread=False)
+    spread: Any = putget_transformers.spread(
+        model, comm, balance="online", plan=plan, max_tokens_per_rank=64, check_layers=True
+    )
+    tokens, moves, placements = [], [0], []
+    for words in KINDS:
+        with spread.together():
+            tokens.append(answer(model, of_kind(words, comm.rank)))
+        moves.append(spread.balancer.num_moves)
+        placements.append(spread.balancer.placement.physical_to_logical.tolist())
+    spread.end()
+    return {"tokens": tokens, "moves": moves, "placements": placements}
+
+
 def run_rank(folder: Path, rank: int, port: int) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo")
@@ -117,6 +158,7 @@ def run_rank(folder: Path, rank: int, port: int) -> None:
             found[name][kind] = batch(manager, asked)
         spread.end()
     found[DRAFTS] = [draft(load(folder / DRAFTS), comm, own, balance) for balance in ("off", "online")]
+    found[CHANGE] = change(load(folder / "Qwen3Moe"), comm)
     folder.joinpath(f"rank.{rank}.json").write_text(json.dumps(found))
     comm.close()
     dist.destroy_process_group()

@@ -252,3 +252,15 @@ def test_drafts_of_a_spread_model_change_no_token(balanced: bool, spread: dict[s
     assert [one["held"] for one in ranks] == [[5, 5] if balanced else [4, 4]] * 2, (
         "of 8 experts of a layer, and of drafts"
     )
+
+
+def test_text_stays_while_the_kind_of_prompts_changes_and_the_balancer_moves_experts(spread: dict[str, Any]) -> None:
+    """Each kind of prompts keeps experts of its own busy."""
+    ranks = [spread[f"rank.{rank}"]["Change"] for rank in range(2)]
+    assert [one["tokens"] for one in ranks] == spread["alone"]["Change"]
+    start, first, second = ranks[0]["moves"]
+    assert start < first < second, "no expert moved for one of the kinds"
+    first_placement, second_placement = ranks[0]["placements"]
+    assert first_placement != second_placement
+    for one in ranks:
+        assert (one["moves"], one["placements"]) == (ranks[0]["moves"], ranks[0]["placements"])
