@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from putget_serve.garbage import Garbage
@@ -57,9 +57,44 @@ def text(manager: Any, garbage: Garbage) -> str:
             *_of("members", "gauge", "Ranks that take part.", {rank: len(spread.members)}),
             *_of("recoveries_total", "counter", "Time-outs behind which ranks went on.", {rank: spread.recoveries}),
             *_of("moves_total", "counter", "Experts that came to another rank.", {rank: spread.balancer.num_moves}),
+            *_of("moved_bytes_total", "counter", "Bytes of these.", {rank: spread.balancer.moved_bytes}),
+            *_loads(spread.balancer, spread.comm.size, rank),
         ]
     rounds = spread.layers[0].all_to_all
     return "\n".join(lines) + "\n" + ("" if rounds is None else rounds.metrics_text())
+
+
+def _loads(balancer: Any, ep_size: int, rank: str) -> list[str]:
+    """The load of experts as the balancer knows it: two numbers for each layer and one for each rank.
+
+    A number for each expert would be thousands of series, so each layer tells its busiest rank and its busiest expert.
+    """
+    load = balancer.load
+    if load is None:
+        return []
+    placement = balancer.placement
+    shares = placement.rank_loads(load, ep_size).sum(axis=0) / max(load.sum(), 1.0)
+    mean = load.mean(axis=1)
+    busiest = [top / each if each else 1.0 for top, each in zip(load.max(axis=1), mean, strict=True)]
+    return [
+        *_of("rank_load", "gauge", "Share of all tokens' experts that a rank has.", _by(rank, "of", shares)),
+        *_of(
+            "layer_imbalance",
+            "gauge",
+            "Load of a layer's busiest rank over the mean of its ranks.",
+            _by(rank, "layer", placement.imbalance(load, ep_size)),
+        ),
+        *_of(
+            "layer_busiest_expert",
+            "gauge",
+            "Load of a layer's busiest expert over the mean of its experts.",
+            _by(rank, "layer", busiest),
+        ),
+    ]
+
+
+def _by(rank: str, label: str, values: Iterable[float]) -> dict[str, float]:
+    return {f'{rank},{label}="{number}"': float(value) for number, value in enumerate(values)}
 
 
 def _waits(waits: Any, rank: str) -> list[str]:

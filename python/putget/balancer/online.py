@@ -97,6 +97,10 @@ class Balancer:
     Raises:
         ValueError: An argument is wrong, here or on another rank, or differs between ranks.
         BackendUnavailable, PeerTimeout, PutgetError: As `Landing`.
+
+    Attributes:
+        num_moves: experts that came to another rank, on all ranks together.
+        moved_bytes: their bytes.
     """
 
     @collective
@@ -175,7 +179,7 @@ class Balancer:
         self._planning: Future[Placement] | None = None
         self._is_planned = True  # the host has done with the last window, and has said so
         self._is_halted = False  # an expert is lost for good
-        self.num_moves = 0
+        self.num_moves = self.moved_bytes = 0
         if self._carrier.tell is not None:
             self._carrier.tell(self._gathering)
 
@@ -241,6 +245,7 @@ class Balancer:
         self._posted = None
         self._placement = Placement.of(batch.slots, self._placement.num_experts)
         self.num_moves += len(batch.transfers)
+        self.moved_bytes += sum(self._layers[one.layer].blobs.slot_bytes for one in batch.transfers)
         self._tell_layers(batch.layers)
 
     def _tell_layers(self, numbers: Sequence[int]) -> None:
@@ -311,6 +316,14 @@ class Balancer:
     def windows(self) -> int:
         """Windows that this rank has planned from."""
         return self._windows
+
+    @property
+    def load(self) -> Loads | None:
+        """Tokens of all ranks by expert, newer windows with more weight: float64 [num_layers, num_experts].
+
+        None before the first window.
+        """
+        return None if self._history.is_empty else self._history.load
 
     def save(self) -> None:
         """Saves every expert in the host store: of its replicas, the first one's rank does.
