@@ -17,7 +17,7 @@ from typing import Any
 
 from putget import PutgetError
 from putget_serve.parent import Parent
-from putget_serve.settings import APP_MODULES, Settings
+from putget_serve.settings import APP_MODULES, Settings, claimed
 
 # Imported once for all ranks: it takes seconds of a core. A package that is missing is an error of the rank.
 _PRELOADED = ("putget_serve.server", "transformers", *APP_MODULES, "fastapi.responses", "uvicorn")
@@ -35,9 +35,15 @@ def serve(settings: Settings) -> int:
 
     Raises:
         ValueError: The settings are wrong; no process has started.
+        BackendUnavailable: transformers is not installed, or not known.
         PutgetError: A rank did not come to answer.
     """
     settings.check()
+    with claimed(settings.host, settings.port):
+        return _serve(settings)
+
+
+def _serve(settings: Settings) -> int:
     ended: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: ended.append(number))

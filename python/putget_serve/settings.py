@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +15,7 @@ APP_MODULES = tuple(
     f"{_CLI}.{name}"
     for name in ("chat_completion", "completion", "response", "systemone", "transcription", "server", "utils")
 )
+_MOST_PORT = 65535
 
 
 @dataclass(frozen=True)
@@ -49,25 +53,54 @@ class Settings:
     setup_timeout_s: float
 
     def check(self) -> None:
-        """Raises ValueError where something is wrong that can be known before ranks start."""
+        """Raises an error where something is wrong that can be known before ranks start.
+
+        Raises:
+            ValueError: A setting is wrong, or the port is taken.
+            BackendUnavailable: transformers is not installed, or in a version that is not known.
+        """
         if not (Path(self.path) / "config.json").is_file():
             raise ValueError(f"PATH is {self.path!r}, expected a folder with config.json, weights and a tokenizer")
+        if not 1 <= self.port <= _MOST_PORT:
+            raise ValueError(f"--port is {self.port}, expected 1 to {_MOST_PORT}")
         if self.device == "cuda":
-            import torch
-
-            count = torch.cuda.device_count()
-            if count < self.ep_size:
-                raise ValueError(
-                    f"--ep_size is {self.ep_size}, this machine has {count} GPUs: --device cpu runs anywhere"
-                )
-        if self.device == "cuda" and (self.num_slots is not None or self.balance != "off"):
-            raise ValueError("--num_slots and --balance are for --device cpu: leave them out on GPUs")
+            self._check_gpus()
+        if self.num_slots is not None and self.num_slots % self.ep_size:
+            raise ValueError(f"--num_slots is {self.num_slots}, expected a multiple of --ep_size, {self.ep_size}")
+        importlib.import_module("putget.adapters.transformers").require_transformers()
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as taken:
             taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 taken.bind((self.host, self.port))
             except OSError as error:
                 raise ValueError(f"--host {self.host} --port {self.port}: {error.strerror}") from error
+
+    def _check_gpus(self) -> None:
+        import torch
+
+        count = torch.cuda.device_count()
+        if count < self.ep_size:
+            raise ValueError(f"--ep_size is {self.ep_size}, this machine has {count} GPUs: --device cpu runs anywhere")
+        if self.num_slots is not None or self.balance != "off":
+            raise ValueError("--num_slots and --balance are for --device cpu: leave them out on GPUs")
+
+
+@contextlib.contextmanager
+def claimed(host: str, port: int) -> Iterator[None]:
+    """Inside of it no other server of this machine takes the port.
+
+    Ranks open it once their weights are there, and share it. So would two servers that start at once, each of which
+    finds it free: clients would get the answers of one or the other.
+
+    Raises:
+        ValueError: Another server has taken it.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as claim:
+        try:
+            claim.bind(f"\0putget serve {host} {port}")  # the kernel forgets the name with this process
+        except OSError as error:
+            raise ValueError(f"--host {host} --port {port}: another putget serve has taken it") from error
+        yield
 
 
 def listen(host: str, port: int) -> socket.socket:
