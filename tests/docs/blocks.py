@@ -76,11 +76,16 @@ class Block:
         return [shlex.split(line[2:], comments=True) for line in self.text.splitlines() if line.startswith("$ ")]
 
 
+def with_includes(text: str) -> str:
+    """A page's text with the files that it includes."""
+    return _SNIPPET.sub(lambda found: (ROOT / found[1]).read_text().rstrip(), text)
+
+
 def blocks_of(text: str) -> list[Block]:
-    """The blocks of a page that run, in its order."""
+    """The blocks of a page that run, in its order. Their lines count those of the files that it includes."""
     found: list[Block] = []
     marks: list[tuple[str, str]] = []
-    for token in MarkdownIt().parse(_SNIPPET.sub(lambda found: (ROOT / found[1]).read_text().rstrip(), text)):
+    for token in MarkdownIt().parse(with_includes(text)):
         if token.type == "html_block":
             marks += _MARK.findall(token.content)
             found += [Block("python", code, token.map[0] + 1) for code in _SETUP.findall(token.content) if token.map]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("markdown_it", reason="needs markdown-it-py")
 
-from tests.docs.blocks import DOCS, ROOT, Page, blocks_of, require_lines
+from tests.docs.blocks import DOCS, ROOT, Page, blocks_of, require_lines, with_includes
 
 # Its code runs in tests of its own, and its words are for other readers.
 PAGES = [path for path in sorted(DOCS.rglob("*.md")) if path.name != "protocol.md"]
@@ -37,6 +39,47 @@ def test_block_runs(pages: dict[Path, Page], path: Path, index: int, monkeypatch
         pytest.skip(reason)
     monkeypatch.chdir(page.folder)
     page.run(index)
+
+
+def names_of(code: str) -> tuple[set[str], set[str]]:
+    """The names that a block binds anywhere, and those that it reads."""
+    bound: set[str] = set()
+    read: set[str] = set()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Name):
+            (read if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            bound |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            bound.add(node.name)
+    return bound, read
+
+
+def unexplained(text: str) -> list[str]:
+    """Names that a page's blocks read, that no block before has made, and that the words before do not mention."""
+    known, found, lines = set(dir(builtins)), [], with_includes(text).splitlines()
+    for block in blocks_of(text):
+        if block.language != "python":
+            continue
+        bound, read = names_of(block.text)
+        before = "\n".join(lines[: block.line])
+        found += sorted(name for name in read - bound - known if f"`{name}`" not in before)
+        known |= set() if block.title else bound
+    return found
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(DOCS)))
+def test_a_block_that_is_copied_runs_or_the_page_says_what_it_needs(path: Path) -> None:
+    assert unexplained(path.read_text()) == []
+
+
+def test_a_name_from_nowhere_is_found() -> None:
+    page = "Here `x` is a row.\n```python\ny = layer(x)\n```\n```python\nprint(y, [z for z in y])\n```\n"
+    assert unexplained(page) == ["layer"]
 
 
 def test_tests_that_are_named_are_there() -> None:
