@@ -25,7 +25,7 @@ _BETWEEN = {  # the ends of a provider, and the remedy where it is missing
     "tcp": ("between processes and hosts, over sockets", "bring a network interface up (ip link)"),
     "host": ("between processes of one host", "give the process room in /dev/shm"),
     "nvlink": ("between processes and GPUs of one host", "needs a CUDA GPU: see those above"),
-    "verbs": ("between processes and hosts, over InfiniBand or RoCE", "install libibverbs1, and see the NICs above"),
+    "verbs": ("between processes and hosts, over InfiniBand or RoCE", "needs libibverbs1 and an active port"),
     "efa": ("between processes and hosts, over EFA", "needs libfabric with its provider efa, and such a NIC"),
 }
 _GIVE_HUGE_PAGES = ("advise", "always", "within_size")  # to memory that is asked for in huge pages
