@@ -93,7 +93,11 @@ def test_there_is_room_for_all_quantised_rows(device: str) -> None:
     """More than 32 MiB a peer, beside a small output and payload."""
     case = Case(
         2,
-        (Round(1, (1100, 1), "flat"), Round(2, (0, 1100), halves=(COMBINE, 0))),
+        # Each rank gets half of the tokens, fewer than 576.
+        (
+            Round(1, (1100, 1), "flat", max_rows=(576, 576)),
+            Round(2, (0, 1100), halves=(COMBINE, 0), max_rows=(576, 576)),
+        ),
         num_experts=2,
         top_k=1,
         max_tokens_per_rank=1100,
