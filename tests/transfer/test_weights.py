@@ -7,6 +7,8 @@ import dataclasses
 import inspect
 import json
 import pickle
+import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -19,7 +21,7 @@ pytest.importorskip(
 import torch
 
 from putget_transfer import weights
-from putget_transfer.weights import _native
+from putget_transfer.weights import _controller, _native
 from tests.transfer import weights_models as models
 from tests.transfer.weights_cluster import DEADLINE_S, Cluster
 
@@ -125,6 +127,24 @@ def test_a_replica_that_fails_is_out_and_joins_again(make: Callable[..., Cluster
     assert cluster.versions() == [[3], [3], [2], [2]]
     with pytest.raises(ValueError, match="'replica 1' came"):
         cluster.controller.leave("replica 1")
+
+
+def test_trainers_that_do_not_answer_are_named_and_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_controller, "GRACE_S", 0.5)
+    goes_on = threading.Event()
+
+    class Silent:
+        def address(self) -> bytes:
+            goes_on.wait()
+            return b""
+
+    controller = weights.Controller([Silent() for _ in range(16)], {})
+    begin = time.monotonic()
+    with pytest.raises(weights.UpdateFailed, match="version 1 has not begun: trainer rank 0: no answer") as failed:
+        controller.update(1, 0.1)
+    assert time.monotonic() - begin < 16 * 0.5
+    assert failed.value.missing == [f"trainer rank {rank}" for rank in range(16)]
+    goes_on.set()
 
 
 def test_versions_ascend_one_at_a_time(make: Callable[..., Cluster]) -> None:

@@ -168,6 +168,54 @@ def test_a_trainer_that_is_killed_is_named_by_the_deadline(
         assert targets.versions() == [[1], [1]]
 
 
+@pytest.mark.skipif(not LONG, reason="a long run tries deaths at each stage: PUTGET_WEIGHTS_ROUNDS=1000")
+def test_a_trainer_that_is_killed_in_a_gather_is_named_by_the_deadline(
+    trainers: Callable[[int], list[Remote]], rollouts: Callable[..., Rollouts]
+) -> None:
+    sources = trainers(2)
+    targets = rollouts(sources)
+    set_all(sources, 1)
+    targets.controller.update(1, WAIT_S)
+    set_all(sources, 2)
+    sources[1].signal_at("gather", signal.SIGKILL)
+    with pytest.raises(weights.UpdateFailed) as failed:
+        targets.controller.update(2, 10.0)
+    assert "trainer rank 1" in failed.value.missing
+    assert targets.versions() == [[1], [1]]
+
+
+def test_a_trainer_that_stands_still_in_a_gather_or_dies_behind_its_last_write(
+    trainers: Callable[[int], list[Remote]], rollouts: Callable[..., Rollouts]
+) -> None:
+    """Nobody is held behind the deadline. A version whose bytes have all been sent may come into force on all ranks."""
+    sources = trainers(2)
+    targets = rollouts(sources)
+    set_all(sources, 1)
+    targets.controller.update(1, WAIT_S)
+    set_all(sources, 2)
+    sources[1].signal_at("gather", signal.SIGSTOP)
+    begin = time.monotonic()
+    with pytest.raises(weights.UpdateFailed, match="trainer rank"):
+        targets.controller.update(2, 3.0)
+    assert time.monotonic() - begin < WAIT_S
+    assert targets.versions() == [[1], [1]]
+    sources[1].signal(signal.SIGCONT)
+    set_all(sources, 3)
+    assert targets.controller.update(3, WAIT_S).committed == ["replica"]
+    assert targets.versions() == [[3], [3]]
+
+    set_all(sources, 4)
+    sources[1].signal_at("barrier", signal.SIGKILL)
+    with contextlib.suppress(weights.UpdateFailed):
+        targets.controller.update(4, 10.0)
+    (found,) = set(map(tuple, targets.versions()))
+    assert found in ((3,), (4,))
+    assert [(rank.version, rank.state) for rank in targets.ranks] == [(found[0], "whole")] * 2
+    with pytest.raises(weights.UpdateFailed, match="version 5 has not begun: trainer rank 1: "):
+        targets.controller.update(5, 10.0)
+    assert set(map(tuple, targets.versions())) == {found}
+
+
 def stopped(remote: Remote) -> None:
     """Wait until a process stands still."""
     end = time.monotonic() + WAIT_S

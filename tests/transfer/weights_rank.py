@@ -87,6 +87,25 @@ class Trainer:
 
         weights._trainer.Writer = Stopping  # type: ignore[attr-defined]
 
+    def signal_at(self, stage: str, number: int) -> None:
+        """Have this process signal itself once, where all trainers bring a parameter together or meet at the end."""
+        from torch import distributed
+        from torch.distributed.tensor import DTensor
+
+        places: dict[str, tuple[Any, str]] = {
+            "gather": (DTensor, "full_tensor"),
+            "barrier": (distributed, "monitored_barrier"),
+        }
+        owner, name = places[stage]
+        call = getattr(owner, name)
+
+        def once(*arguments: Any, **named: Any) -> Any:
+            setattr(owner, name, call)
+            os.kill(os.getpid(), number)
+            return call(*arguments, **named)
+
+        setattr(owner, name, once)
+
 
 class Rollout:
     """The calls of a process that has a rollout rank, tensor-parallel rank 0 of 1."""

@@ -115,7 +115,7 @@ class Controller:
 
 
 GRACE_S = 10.0
-"""How long after the deadline a rank may take to answer: the engine's own `grace` lies in it."""
+"""How long after the deadline all ranks of a stage may take to answer: the engine's own `grace` lies in it."""
 
 
 class _Running:
@@ -134,10 +134,14 @@ class _Running:
     def left(self) -> float:
         return max(self.end - time.monotonic(), 0.0)
 
-    def _answer(self, future: Future[Any]) -> Any:
+    def _until(self) -> float:
+        """Return how long a stage that begins now waits for answers."""
+        return max(self.end, time.monotonic()) + GRACE_S
+
+    def _answer(self, future: Future[Any], until: float) -> Any:
         """Return what a rank has answered."""
         try:
-            return future.result(self.left() + GRACE_S)
+            return future.result(max(until - time.monotonic(), 0.0))
         except NoAnswer as error:
             if future.done():
                 raise  # the rank's own
@@ -156,14 +160,31 @@ class _Running:
         """Call all ranks of the replicas that take part; a replica with a rank that raises is out."""
         calls = {name: self._all(call, ranks) for name, ranks in self._in().items()}
         results: dict[str, list[Any]] = {}
+        until = self._until()
         for name, futures in calls.items():
             for rank, future in enumerate(futures):
                 try:
-                    results.setdefault(name, []).append(self._answer(future))
+                    results.setdefault(name, []).append(self._answer(future, until))
                 except Exception as error:
                     self._out(name, f"rank {rank}: {error}")
                     self.blamed += [blamed for blamed in getattr(error, "missing", []) if blamed not in self.blamed]
         return {name: found for name, found in results.items() if name not in self.update.failed}
+
+    def _addresses(self) -> dict[int, bytes]:
+        """Return how rollout ranks know each trainer rank. Nothing begins if one does not answer."""
+        calls = self._all(lambda trainer: trainer.address(), self.owner.trainers)
+        addresses: dict[int, bytes] = {}
+        failed: dict[str, str] = {}
+        until = self._until()
+        for number, call in enumerate(calls):
+            try:
+                addresses[number] = self._answer(call, until)
+            except Exception as error:
+                failed[f"trainer rank {number}"] = str(error)
+        if failed:
+            text = "; ".join(f"{name}: {reason}" for name, reason in failed.items())
+            raise UpdateFailed(f"version {self.update.version} has not begun: {text}", failed)
+        return addresses
 
     def _publish(self, addresses: Mapping[int, bytes]) -> dict[str, str]:
         """Have all trainers write; return those that failed."""
@@ -183,18 +204,26 @@ class _Running:
             )
             for number, trainer in enumerate(self.owner.trainers)
         }
+        until = self._until()
         for number, call in calls.items():
             try:
-                self.update.trainers[number] = self._answer(call)
+                self.update.trainers[number] = self._answer(call, until)
             except Exception as error:
                 failed[f"trainer rank {number}"] = str(error)
         return failed
 
+    def _abort(self) -> None:
+        """Have ranks of replicas that are out give the version up."""
+        out = [rank for name in self.update.failed for rank in self.owner.replicas[name]]
+        calls = self._all(lambda rank: rank.abort("its replica is out"), out)
+        until = self._until()
+        for call in calls:
+            with contextlib.suppress(Exception):
+                self._answer(call, until)  # a rank that is gone has nothing to give up
+
     def run(self) -> Update:
         version = self.update.version
-        found = self._all(lambda trainer: trainer.address(), self.owner.trainers)
-        addresses = {number: self._answer(future) for number, future in enumerate(found)}
-        failed = self._publish(addresses)
+        failed = self._publish(self._addresses())
 
         def ready(rank: Any) -> None:
             if getattr(rank, "version", None) == version:
@@ -205,10 +234,7 @@ class _Running:
 
         self._of_replicas(ready)
         self._of_replicas(lambda rank: rank.commit(version))
-        for name in self.update.failed:
-            for abort in self._all(lambda rank: rank.abort("its replica is out"), self.owner.replicas[name]):
-                with contextlib.suppress(Exception):
-                    self._answer(abort)  # a rank that is gone has nothing to give up
+        self._abort()
         self.update.committed = sorted(self._in())
         self.update.seconds = time.monotonic() - self.begin
         if not self.update.committed:
