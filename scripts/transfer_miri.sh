@@ -8,4 +8,4 @@ set -eu
 cd "$(dirname "$0")/../transfer"
 export RUSTUP_TOOLCHAIN="${RUSTUP_TOOLCHAIN:-nightly}" MIRIFLAGS="-Zmiri-disable-isolation" PROPTEST_CASES=8
 exec cargo miri test --locked --target-dir target/miri --lib -- --skip libfabric:: --skip nvlink::channel --skip nvlink::ring --skip host::ring --skip host::tests \
-  --skip sys:: --skip place:: --skip gpu:: --skip gdrcopy:: --skip route::tests::shared_memory --skip worker:: --skip pages_are_covered_once "$@"
+  --skip sys::os:: --skip tcp::sys:: --skip host::sys:: --skip place:: --skip gpu:: --skip gdrcopy:: --skip route::tests::shared_memory --skip worker:: --skip pages_are_covered_once "$@"

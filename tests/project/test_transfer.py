@@ -1,5 +1,5 @@
-"""The transfer engine's sources: where unsafe code may stand, that nothing can panic, how long a file may be, and that
-no modules use each other in a circle.
+"""The transfer engine's sources: where unsafe code may stand, that nothing can panic, how long a file may be, that no
+modules use each other in a circle, and that the engine's folders use only those below them.
 
 The compiler enforces most of it; what is checked here is that nobody switches the compiler's checks off. Every rule is
 also run on a tree that breaks it, so a rule that no longer bites fails.
@@ -8,6 +8,7 @@ also run on a tree that breaks it, so a rule that no longer bites fails.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -24,10 +25,26 @@ CRATES = sorted(path.parent for path in TRANSFER.glob("*/Cargo.toml") if path.pa
 # The modules of a crate that may hold unsafe code: the system, registered memory, and foreign function interfaces. In
 # any other crate there is none.
 UNSAFE = {
-    "engine": re.compile(r"^region\.rs$|^(libfabric|nvlink)/|^verbs/(device|pair)\.rs$|(^|/)(ffi|sys|domain)\.rs$"),
+    "engine": re.compile(
+        r"^memory/region\.rs$|^providers/((libfabric|nvlink)/|verbs/(device|pair)\.rs$)|(^|/)(ffi|sys|domain)\.rs$|^sys/os\.rs$"
+    ),
     "capi": re.compile(""),
     "python": re.compile(r"^(domain|sys)\.rs$"),
 }
+# The engine's folders, from what all others use to the calls. Each uses itself and those before it.
+LAYERS = (
+    "error",
+    "sys",
+    "wire",
+    "memory",
+    "counters",
+    "peers",
+    "providers",
+    "worker",
+    "engine",
+    "submit",
+    "api",
+)
 NOWHERE = re.compile(r"(?!)")
 # Lints that keep panics and unsafe code out.
 GUARDED = re.compile(r"\b(unsafe_code|undocumented_unsafe_blocks|unwrap_used|expect_used|panic|indexing_slicing)\b")
@@ -108,8 +125,8 @@ def module_code(root: Path) -> dict[str, str]:
     return found
 
 
-def import_circles(root: Path) -> Iterator[str]:
-    """A module and its parts may know each other, no others."""
+def uses(root: Path) -> dict[str, set[str]]:
+    """The modules that each module uses, by their paths; a module and its own parts are left out."""
     modules = module_code(root)
     crate = modules.pop("lib", "")
     public = {name.split("::")[-1]: name for name in names_in("".join(re.findall(r"pub use [^;]+;", crate)))}
@@ -125,29 +142,66 @@ def import_circles(root: Path) -> Iterator[str]:
         here = name.split("::")
         for used in names_in(code):
             first, *rest = used.split("::")
-            parts = {"crate": rest, "self": here + rest, "super": here[:-1] + rest}.get(first, [*here, first, *rest])
+            above = len(re.match(r"(?:super::)*", used)[0]) // len("super::")  # type: ignore[index]
+            parts = {"crate": rest, "self": here + rest, "super": here[:-above] + used.split("::")[above:]}.get(
+                first, [*here, first, *rest]
+            )
             found = module_of(parts)
             if found and not f"{found}::".startswith(f"{name}::") and not f"{name}::".startswith(f"{found}::"):
                 graph[name].add(found)
+    return graph
+
+
+def import_circles(root: Path) -> Iterator[str]:
+    """A module and its parts may know each other, no others."""
     try:
-        TopologicalSorter(graph).prepare()
+        TopologicalSorter(uses(root)).prepare()
     except CycleError as error:
         yield " -> ".join(reversed(error.args[1]))
+
+
+def layers_upward(root: Path) -> Iterator[str]:
+    """Uses of a layer above the own one."""
+    height = {layer: at for at, layer in enumerate(LAYERS)}
+    for name, found in uses(root).items():
+        own = name.split("::")[0]
+        for used in sorted(found):
+            if height.get(used.split("::")[0], -1) > height.get(own, len(LAYERS)):
+                yield f"{name} uses {used}"
+
+
+def methods_upward(root: Path) -> Iterator[str]:
+    """Calls, in methods of a type, of methods of the same type that a layer above defines: no `use` shows them."""
+    height = {layer: at for at, layer in enumerate(LAYERS)}
+    blocks: list[tuple[str, str, str]] = []  # a layer, a type, and the text of its methods
+    modules = module_code(root)
+    # Private types of several modules may have one name.
+    types = Counter(re.findall(r"\b(?:struct|enum) (\w+)", "".join(modules.values())))
+    for name, code in modules.items():
+        for found in re.finditer(r"^impl(?:<[^{>]*>)? (\w+)(?:<[^{]*>)? \{\n(.*?)^\}", code, re.MULTILINE | re.DOTALL):
+            if types[found[1]] == 1:
+                blocks.append((name.split("::")[0], found[1], found[2]))
+    homes = {(kind, method): layer for layer, kind, text in blocks for method in re.findall(r"\bfn (\w+)", text)}
+    for layer, kind, text in blocks:
+        for method in sorted(set(re.findall(r"\bself\.(\w+)(?:::<[^>]*>)?\(", text))):
+            home = homes.get((kind, method), layer)
+            if height.get(home, -1) > height.get(layer, len(LAYERS)):
+                yield f"{kind} in {layer} calls {method} of {home}"
 
 
 RULES: dict[Callable[[Path], Iterator[str]], list[tuple[str, str]]] = {
     unsafe_elsewhere: [("worker.rs", "    let x = unsafe { f() };"), ("api.rs", "pub unsafe fn f() {}")],
     switched_off: [
         ("api.rs", "#![allow(unsafe_code)]"),
-        ("region.rs", "#[allow(clippy::unwrap_used, dead_code)]"),
+        ("memory/region.rs", "#[allow(clippy::unwrap_used, dead_code)]"),
         ("api.rs", "#[cfg_attr(not(test), allow(clippy::panic))]"),
     ],
     panicking: [("api.rs", "assert!(false);"), ("api.rs", "_ => unreachable!(),")],
     too_long: [("api.rs", "\n" * MAX_LINES)],
     import_circles: [
-        ("region.rs", "use crate::api::{self, Options};"),
-        ("region.rs", "fn f() { crate::api::f() }"),
-        ("region.rs", "use super::api::{\n    Options,\n};"),
+        ("memory/region.rs", "use crate::api::{self, Options};"),
+        ("memory/region.rs", "fn f() { crate::api::f() }"),
+        ("memory/region.rs", "use super::super::api::{\n    Options,\n};"),
     ],
 }
 
@@ -170,15 +224,50 @@ def test_no_file_of_a_tool_is_too_long(tool: str) -> None:
 )
 def test_rule_bites(tmp_path: Path, rule: Callable[[Path], Iterator[str]], name: str, line: str) -> None:
     crate = tmp_path / "engine"
-    (crate / "src").mkdir(parents=True)
-    (crate / "src" / "region.rs").write_text("#![allow(unsafe_code)]\n// SAFETY: it is.\nunsafe { f() };\n")
+    (crate / "src" / "memory").mkdir(parents=True)
+    (crate / "src" / "memory" / "region.rs").write_text("#![allow(unsafe_code)]\n// SAFETY: it is.\nunsafe { f() };\n")
     (crate / "src" / "api.rs").write_text(
-        "#![cfg_attr(test, allow(clippy::panic))]\nuse crate::region;\n// assert!(x) is not code\n"
+        "#![cfg_attr(test, allow(clippy::panic))]\nuse crate::memory::region;\n// assert!(x) is not code\n"
     )
     assert list(rule(crate)) == []
     with (crate / "src" / name).open("a") as file:
         file.write(f"{line}\n")
     assert len(list(rule(crate))) == 1
+
+
+def test_the_engine_has_its_layers_and_no_other_folder() -> None:
+    found = {path.name for path in (TRANSFER / "engine" / "src").iterdir()}
+    assert found == {*LAYERS, "lib.rs"}
+
+
+@pytest.mark.parametrize("rule", [layers_upward, methods_upward])
+def test_layers_use_only_those_below(rule: Callable[[Path], Iterator[str]]) -> None:
+    assert list(rule(TRANSFER / "engine")) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "line"),
+    [
+        (layers_upward, "use crate::submit::batch::Batch;"),
+        (layers_upward, "use crate::Batch;"),
+        (layers_upward, "fn f() { super::super::submit::batch::f() }"),
+        (methods_upward, "impl Engine {\n    fn f(&self) { self.write() }\n}"),
+    ],
+)
+def test_a_use_of_a_layer_above_is_found(tmp_path: Path, rule: Callable[[Path], Iterator[str]], line: str) -> None:
+    files = {
+        "lib.rs": "pub use submit::batch::Batch;\n",
+        "engine/running.rs": "pub struct Engine {}\nimpl Engine {\n    fn close(&self) {}\n}\n",
+        "submit/batch.rs": "use crate::engine::running::Engine;\n"
+        "impl Engine {\n    fn write(&self) { self.close() }\n}\n",
+    }
+    for name, text in files.items():
+        (tmp_path / "src" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "src" / name).write_text(text)
+    assert list(rule(tmp_path)) == []
+    with (tmp_path / "src" / "engine/running.rs").open("a") as file:
+        file.write(f"{line}\n")
+    assert len(list(rule(tmp_path))) == 1
 
 
 def test_a_crate_without_a_rule_of_its_own_has_no_unsafe_code(tmp_path: Path) -> None:

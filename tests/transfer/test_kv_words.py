@@ -20,7 +20,7 @@ pytest.importorskip(
 from putget_transfer import kv
 from tests.transfer.kv_words import LAYERS, WAIT_S, Pair, settled
 
-NVLINK = ROOT / "transfer/engine/src/nvlink"
+NVLINK = ROOT / "transfer/engine/src/providers/nvlink"
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 

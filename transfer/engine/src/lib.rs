@@ -31,122 +31,70 @@
 #![deny(unsafe_code)]
 #![cfg_attr(test, allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing))]
 
-mod apart;
 mod api;
-mod auth;
-mod batch;
-pub mod bindings;
-mod callbacks;
-mod completion;
-mod counter;
-#[cfg(test)]
-mod counter_tests;
-mod counts;
-mod descriptor;
-mod domain;
-mod doors;
-mod ended;
+mod counters;
 mod engine;
 mod error;
-mod expect;
-mod fence;
-mod gate;
-#[cfg(test)]
-mod gate_tests;
-mod gdrcopy;
-mod gpu;
-mod group;
-mod handle;
-mod helm;
-mod host;
-mod jobs;
-#[cfg(test)]
-mod jobs_tests;
-mod joined;
-mod libfabric;
-mod mappings;
-mod message;
-mod metrics;
-mod mirror;
-mod nvlink;
-mod obstacle;
-mod once;
-mod overlap;
-mod patience;
-mod place;
-mod pools;
-mod poster;
-mod prepared;
-mod provider;
-mod queue;
-mod region;
-mod reserved;
-mod reset;
-mod roster;
-mod route;
-mod send;
-mod shard;
-mod shared;
-mod sim;
-mod sync;
+mod memory;
+mod peers;
+mod providers;
+mod submit;
 mod sys;
-mod tcp;
-mod topology;
-mod verbs;
-mod watcher;
 mod wire;
 mod worker;
 
-pub use api::{Grid, Options, Pages, PeerGroup, ScatterDst};
-pub use callbacks::PeerEvent;
-pub use completion::{Callback, Done, Flag, TransferFuture, TransferId};
-pub use descriptor::{Device, MAX_NICS, MrDesc, NetAddr, ProviderKind};
-pub use domain::Memory;
-pub use doors::Readmit;
-pub use engine::{Builder, Engine};
+pub use api::bindings;
+pub use counters::callbacks::PeerEvent;
+pub use counters::completion::{Callback, Done, Flag, TransferFuture, TransferId};
+pub use counters::gate::WhenFull;
+pub use engine::builder::Builder;
+pub use engine::domain::Memory;
+pub use engine::group::DeviceGroup;
+pub use engine::handle::MrHandle;
+pub use engine::route::Via;
+pub use engine::running::Engine;
+pub use engine::topology::{Gpu, Nic, Proximity, Topology, cpus_near};
+pub use engine::watcher::UvmWatcher;
+pub use error::obstacle::Obstacle;
 pub use error::{DownReason, Error, Miss, NetworkError, Outcome, PeerName, Reason, Refusal, TransferError};
-pub use expect::{ExpectOptions, ImmRange};
-pub use gate::WhenFull;
-pub use group::DeviceGroup;
-pub use handle::MrHandle;
-pub use nvlink::{CudaStream, StepKernels};
-pub use obstacle::Obstacle;
-pub use pools::RecvOptions;
-pub use poster::Poster;
-pub use prepared::{Part, Prepared, ReadItem, ScatterTemplate, WriteItem};
-pub use region::Owner;
-pub use route::Via;
-pub use sim::{Faults, SimNetwork};
-pub use topology::{Gpu, Nic, Proximity, Topology, cpus_near};
-pub use watcher::UvmWatcher;
-pub use wire::DecodeError;
+pub use memory::region::Owner;
+pub use peers::doors::Readmit;
+pub use peers::pools::RecvOptions;
+pub use providers::nvlink::{CudaStream, StepKernels};
+pub use providers::sim::{Faults, SimNetwork};
+pub use submit::arguments::{Grid, Options, Pages, PeerGroup, ScatterDst};
+pub use submit::expect::{ExpectOptions, ImmRange};
+pub use submit::poster::Poster;
+pub use submit::prepared::{Part, Prepared, ReadItem, ScatterTemplate, WriteItem};
+pub use wire::bytes::DecodeError;
+pub use wire::descriptor::{Device, MAX_NICS, MrDesc, NetAddr, ProviderKind};
 
 /// libfabric without the engine, for measurements.
 #[cfg(feature = "bare")]
-pub use libfabric::bare;
+pub use providers::libfabric::bare;
 
 /// Functions for the fuzzer, which nobody else reaches.
 #[cfg(fuzzing)]
 pub mod fuzzing {
     /// Decodes a frame; one that is accepted must encode to the same bytes.
     pub fn frame(bytes: &[u8]) {
-        if let Ok(frame) = crate::message::decode(bytes) {
+        if let Ok(frame) = crate::peers::message::decode(bytes) {
             assert_eq!(frame.encode(), bytes);
         }
     }
 
     /// Decodes a frame between processes of one machine (nvlink), likewise.
-    pub use crate::nvlink::fuzz_control as control;
+    pub use crate::providers::nvlink::fuzz_control as control;
 
     /// Decodes greetings, heads and answers of tcp, likewise.
-    pub use crate::tcp::fuzz_stream as stream;
+    pub use crate::providers::tcp::fuzz_stream as stream;
 
     /// Decodes a packet between ranks of one host, likewise.
-    pub use crate::host::fuzz_packet as packet;
+    pub use crate::providers::host::fuzz_packet as packet;
 
     /// Decodes a datagram of the verbs provider; one that is accepted must encode to the same bytes.
     pub fn datagram(bytes: &[u8]) {
-        if let Some(again) = crate::verbs::recode(bytes) {
+        if let Some(again) = crate::providers::verbs::recode(bytes) {
             assert_eq!(again, bytes);
         }
     }

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use loom::thread;
 
+use crate::counters::gate::{Gate, WhenFull};
 use crate::error::Error;
-use crate::gate::{Gate, WhenFull};
 
 fn later() -> Instant {
     Instant::now() + Duration::from_secs(3600)

@@ -5,26 +5,20 @@
 #![cfg(test)]
 #![allow(missing_docs, dead_code, clippy::unwrap_used)]
 
-#[path = "../../engine/src/counter.rs"]
-mod counter;
-#[path = "../../engine/src/counts.rs"]
-mod counts;
-#[path = "../../engine/src/host/flags.rs"]
+#[path = "../../engine/src/counters"]
+mod counters {
+    pub mod counter;
+    pub mod counts;
+    pub mod gate;
+    pub mod jobs;
+    pub mod joined;
+}
+#[path = "../../engine/src/providers/host/flags.rs"]
 mod flags;
-#[path = "../../engine/src/gate.rs"]
-mod gate;
-#[path = "../../engine/src/helm.rs"]
+#[path = "../../engine/src/worker/helm.rs"]
 mod helm;
-#[path = "../../engine/src/jobs.rs"]
-mod jobs;
-#[path = "../../engine/src/joined.rs"]
-mod joined;
-#[path = "../../engine/src/once.rs"]
-mod once;
 #[path = "../../kv/src/prefiller/parts.rs"]
 mod parts;
-#[path = "../../engine/src/queue.rs"]
-mod queue;
 
 mod gate_models;
 mod helm_models;
@@ -40,42 +34,48 @@ mod error {
     }
 }
 
-mod sync {
-    pub use loom::sync::atomic::{AtomicBool, AtomicIsize, AtomicU64, AtomicUsize, Ordering, fence};
-    pub use loom::sync::{Condvar, Mutex, MutexGuard};
-    /// Filled by writers with the lock, so that nobody meets there.
-    pub use std::sync::OnceLock;
+#[path = "../../engine/src/sys"]
+mod sys {
+    pub mod once;
+    pub mod queue;
 
-    pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-        mutex.lock().unwrap()
-    }
+    pub mod sync {
+        pub use loom::sync::atomic::{AtomicBool, AtomicIsize, AtomicU64, AtomicUsize, Ordering, fence};
+        pub use loom::sync::{Condvar, Mutex, MutexGuard};
+        /// Filled by writers with the lock, so that nobody meets there.
+        pub use std::sync::OnceLock;
 
-    pub fn try_lock<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
-        mutex.try_lock().ok()
-    }
+        pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+            mutex.lock().unwrap()
+        }
 
-    pub fn relax(_looks: u32) -> bool {
-        loom::thread::yield_now();
-        false
-    }
+        pub fn try_lock<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
+            mutex.try_lock().ok()
+        }
 
-    pub fn between_seq_cst() {
-        fence(Ordering::SeqCst);
-    }
+        pub fn relax(_looks: u32) -> bool {
+            loom::thread::yield_now();
+            false
+        }
 
-    pub fn spin() {
-        loom::thread::yield_now();
-    }
+        pub fn between_seq_cst() {
+            fence(Ordering::SeqCst);
+        }
 
-    /// A wait without a look on is one of its interleavings.
-    pub fn look_on(_holds: impl Fn() -> bool) {}
+        pub fn spin() {
+            loom::thread::yield_now();
+        }
 
-    /// loom has no time: a wait ends by a notification or not at all, so a missed wake-up is found as a deadlock.
-    pub fn wait_timeout<'a, T>(
-        condvar: &Condvar,
-        guard: MutexGuard<'a, T>,
-        _timeout: std::time::Duration,
-    ) -> MutexGuard<'a, T> {
-        condvar.wait(guard).unwrap()
+        /// A wait without a look on is one of its interleavings.
+        pub fn look_on(_holds: impl Fn() -> bool) {}
+
+        /// loom has no time: a wait ends by a notification or not at all, so a missed wake-up is found as a deadlock.
+        pub fn wait_timeout<'a, T>(
+            condvar: &Condvar,
+            guard: MutexGuard<'a, T>,
+            _timeout: std::time::Duration,
+        ) -> MutexGuard<'a, T> {
+            condvar.wait(guard).unwrap()
+        }
     }
 }

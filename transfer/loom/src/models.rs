@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 
 use loom::thread;
 
-use crate::counter::{Begun, Counters, Expect};
-use crate::jobs::{Line, Turns};
-use crate::joined::Joined;
-use crate::once::Once;
-use crate::queue::Queue;
+use crate::counters::counter::{Begun, Counters, Expect};
+use crate::counters::jobs::{Line, Turns};
+use crate::counters::joined::Joined;
+use crate::sys::once::Once;
+use crate::sys::queue::Queue;
 
 const LONG: Duration = Duration::from_secs(3600);
 

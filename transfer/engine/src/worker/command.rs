@@ -5,17 +5,17 @@ use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Instant;
 
-use crate::completion::Done;
-use crate::descriptor::{NicAddr, NicKey, PeerKey};
-use crate::doors::Lending;
+use crate::counters::completion::Done;
 use crate::error::Error;
-use crate::once::Once;
-use crate::provider::{Begun, LocalKey, Registered};
-use crate::queue::Queue;
-use crate::region::Region;
-use crate::shard::Piece;
-use crate::shared::Shared;
-use crate::sys::Home;
+use crate::memory::region::Region;
+use crate::peers::doors::Lending;
+use crate::providers::interface::{Begun, LocalKey, Registered};
+use crate::providers::shard::Piece;
+use crate::sys::once::Once;
+use crate::sys::os::Home;
+use crate::sys::queue::Queue;
+use crate::wire::descriptor::{NicAddr, NicKey, PeerKey};
+use crate::worker::shared::Shared;
 
 /// Memory that is registered on every NIC of some device groups, until this is dropped.
 pub(crate) struct Registration {

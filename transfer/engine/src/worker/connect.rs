@@ -9,15 +9,15 @@ use std::time::{Duration, Instant};
 use super::Worker;
 use super::command::Command;
 use super::peers::{Announcement, Stage, Successor};
-use crate::auth::{Cookies, History, Role, prove, verify};
-use crate::callbacks::{Afterwards, PeerEvent};
-use crate::descriptor::{MAX_NICS, NicAddr, PeerKey};
-use crate::doors::Fences;
+use crate::counters::callbacks::{Afterwards, PeerEvent};
+use crate::counters::metrics::count;
+use crate::error::obstacle::Obstacle;
 use crate::error::{DownReason, NetworkError, Reason, Refusal};
-use crate::message::{Body, Frame, Hello, Introduction, Mac, decode};
-use crate::metrics::count;
-use crate::obstacle::Obstacle;
-use crate::provider::{Link, Nic, Passes};
+use crate::peers::auth::{Cookies, History, Role, prove, verify};
+use crate::peers::doors::Fences;
+use crate::peers::message::{Body, Frame, Hello, Introduction, Mac, decode};
+use crate::providers::interface::{Link, Nic, Passes};
+use crate::wire::descriptor::{MAX_NICS, NicAddr, PeerKey};
 
 /// Time until a frame of the set-up is sent again.
 const RETRY: Duration = Duration::from_millis(100);

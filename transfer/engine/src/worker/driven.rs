@@ -5,12 +5,12 @@ use std::sync::Arc;
 use super::command::Command;
 use super::timers::AWAY;
 use super::{Lane, Worker};
-use crate::completion::{Done, Drive};
-use crate::helm::{Driven, Helm};
-use crate::metrics::count;
-use crate::provider::Nic;
-use crate::queue::Queue;
-use crate::sys::Home;
+use crate::counters::completion::{Done, Drive};
+use crate::counters::metrics::count;
+use crate::providers::interface::Nic;
+use crate::sys::os::Home;
+use crate::sys::queue::Queue;
+use crate::worker::helm::{Driven, Helm};
 
 /// Looks of a thread that waits, without anything happening, before it leaves the rest to the worker's thread and sleeps.
 const LOOKS: u32 = 60;

@@ -8,11 +8,11 @@ use slab::Slab;
 
 use super::Worker;
 use super::peers::Stage;
-use crate::callbacks::PeerEvent;
-use crate::completion::Done;
-use crate::descriptor::{MAX_NICS, PeerKey};
+use crate::counters::callbacks::PeerEvent;
+use crate::counters::completion::Done;
 use crate::error::{DownReason, Error, PeerName, Reason, TransferError};
-use crate::provider::{Link, Nic};
+use crate::providers::interface::{Link, Nic};
+use crate::wire::descriptor::{MAX_NICS, PeerKey};
 
 /// The messages that are due when a connection is over.
 struct Ending {

@@ -4,11 +4,11 @@ use std::time::{Duration, Instant};
 
 use super::peers::Stage;
 use super::{Token, Worker};
+use crate::counters::metrics::count;
 use crate::error::{DownReason, NetworkError};
-use crate::message::{Body, Frame, decode};
-use crate::metrics::count;
-use crate::provider::{Link, MayLand, Nic, Post};
-use crate::sync::pause;
+use crate::peers::message::{Body, Frame, decode};
+use crate::providers::interface::{Link, MayLand, Nic, Post};
+use crate::sys::sync::pause;
 
 /// How often a control frame that the network lost is sent again.
 const ATTEMPTS: u32 = 10;

@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use super::Worker;
 use super::peers::Stage;
-use crate::callbacks::PeerEvent;
-use crate::completion::Done;
+use crate::counters::callbacks::PeerEvent;
+use crate::counters::completion::Done;
 use crate::error::{DownReason, Error, Outcome, PeerName, Reason, TransferError};
-use crate::provider::Nic;
+use crate::providers::interface::Nic;
 
 /// How long the answer may take.
 const PATIENCE: Duration = Duration::from_millis(500);

@@ -4,11 +4,11 @@ use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
-use crate::descriptor::{Device, NicAddr, NicKey, PeerKey, ProviderKind};
-use crate::doors::Fences;
-use crate::message::{Body, Frame, Hello, Introduction, decode};
-use crate::provider::{Event, Link, Nic, Passes};
-use crate::sim::{Faults, SimNic};
+use crate::peers::doors::Fences;
+use crate::peers::message::{Body, Frame, Hello, Introduction, decode};
+use crate::providers::interface::{Event, Link, Nic, Passes};
+use crate::providers::sim::{Faults, SimNic};
+use crate::wire::descriptor::{Device, NicAddr, NicKey, PeerKey, ProviderKind};
 use crate::{DeviceGroup, Done, DownReason, Engine, Error, MrDesc, Options, PeerEvent, SimNetwork};
 
 const LONG: Duration = Duration::from_secs(60);
@@ -79,7 +79,7 @@ impl Script {
                     return Some((way, found));
                 }
             }
-            crate::sync::pause();
+            crate::sys::sync::pause();
         }
         None
     }

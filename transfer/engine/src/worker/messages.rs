@@ -6,11 +6,11 @@ use std::time::{Duration, Instant};
 
 use super::Worker;
 use super::peers::Stage;
-use crate::completion::Done;
-use crate::descriptor::NicAddr;
+use crate::counters::completion::Done;
 use crate::error::{Error, PeerName, Reason, TransferError};
-use crate::message::{Body, FRAGMENT_OVERHEAD, OVERHEAD, Rejection};
-use crate::provider::Nic;
+use crate::peers::message::{Body, FRAGMENT_OVERHEAD, OVERHEAD, Rejection};
+use crate::providers::interface::Nic;
+use crate::wire::descriptor::NicAddr;
 
 /// Wait after the first rejection; it doubles up to `LONGEST_WAIT`.
 const FIRST_WAIT: Duration = Duration::from_millis(1);

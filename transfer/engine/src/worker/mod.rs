@@ -9,6 +9,7 @@ mod connect;
 pub(crate) mod driven;
 mod endings;
 mod frames;
+pub(crate) mod helm;
 mod inquiry;
 #[cfg(test)]
 mod meeting_tests;
@@ -19,6 +20,7 @@ mod peers;
 mod posted;
 mod resets;
 mod rest;
+pub(crate) mod shared;
 mod stopping;
 #[cfg(test)]
 mod strangers_tests;
@@ -35,15 +37,15 @@ use std::time::Instant;
 
 use slab::Slab;
 
-use crate::completion::Done;
-use crate::descriptor::{Device, NicAddr, PeerKey, ProviderKind};
+use crate::counters::completion::Done;
+use crate::counters::metrics::count;
 use crate::error::{DownReason, Error};
-use crate::metrics::count;
-use crate::provider::{Begun, Event, Limits, Link, LocalKey, Nic, Opener, Registered, Registrar};
-use crate::queue::Queue;
-use crate::region::Region;
-use crate::shared::Shared;
-use crate::sys::EventFd;
+use crate::memory::region::Region;
+use crate::providers::interface::{Begun, Event, Limits, Link, LocalKey, Nic, Opener, Registered, Registrar};
+use crate::sys::os::EventFd;
+use crate::sys::queue::Queue;
+use crate::wire::descriptor::{Device, NicAddr, PeerKey, ProviderKind};
+use crate::worker::shared::Shared;
 use command::{Command, Posted, Wanted};
 
 /// Work that waits for room on a NIC: operation, target, and the operation's id in case the slot has a new tenant.

@@ -4,9 +4,9 @@ use std::time::{Duration, Instant};
 
 use super::Worker;
 use super::peers::{Peer, Stage};
+use crate::error::obstacle::Obstacle;
 use crate::error::{DownReason, NetworkError, Reason};
-use crate::obstacle::Obstacle;
-use crate::provider::{Link, Nic};
+use crate::providers::interface::{Link, Nic};
 
 /// A port that refuses is tried again for so long: an address may refuse for a moment while its machine's network is being set up. An
 /// engine listens before it gives its address away, so longer is of no use.

@@ -4,11 +4,11 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::Worker;
-use crate::descriptor::NetAddr;
-use crate::message::{Body, Rejection};
-use crate::metrics::count;
-use crate::pools::RecvPool;
-use crate::provider::Nic;
+use crate::counters::metrics::count;
+use crate::peers::message::{Body, Rejection};
+use crate::peers::pools::RecvPool;
+use crate::providers::interface::Nic;
+use crate::wire::descriptor::NetAddr;
 
 /// A message of which not all bytes have come.
 struct Parcel {

@@ -4,14 +4,14 @@ use std::sync::Weak;
 use std::time::{Duration, Instant};
 
 use super::{Pending, Worker};
-use crate::callbacks::PeerEvent;
-use crate::completion::Done;
-use crate::descriptor::{MAX_NICS, NicAddr, PeerKey};
-use crate::doors::Lent;
+use crate::counters::callbacks::PeerEvent;
+use crate::counters::completion::Done;
+use crate::error::obstacle::Obstacle;
 use crate::error::{DownReason, Error, PeerName, Reason};
-use crate::message::Introduction;
-use crate::obstacle::Obstacle;
-use crate::provider::{Link, Nic};
+use crate::peers::doors::Lent;
+use crate::peers::message::Introduction;
+use crate::providers::interface::{Link, Nic};
+use crate::wire::descriptor::{MAX_NICS, NicAddr, PeerKey};
 
 /// How far a connection is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

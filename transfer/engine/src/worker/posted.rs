@@ -4,8 +4,8 @@ use std::sync::mpsc::TryRecvError;
 
 use super::Worker;
 use super::command::{Posted, TargetRequest};
-use crate::provider::Nic;
-use crate::shard::{Policy, single};
+use crate::providers::interface::Nic;
+use crate::providers::shard::{Policy, single};
 
 /// Writes of one ring in one turn: polling comes soon.
 const MOST: usize = 64;

@@ -7,12 +7,12 @@ use std::time::Instant;
 use super::Worker;
 use super::command::Command;
 use super::peers::Stage;
-use crate::completion::Done;
-use crate::descriptor::NicAddr;
+use crate::counters::completion::Done;
 use crate::error::{Error, Reason, TransferError};
-use crate::message::Body;
-use crate::provider::Nic;
-use crate::queue::Queue;
+use crate::peers::message::Body;
+use crate::providers::interface::Nic;
+use crate::sys::queue::Queue;
+use crate::wire::descriptor::NicAddr;
 
 /// Polls of every NIC before the count is taken back. What a sender knows to have landed has been reported to this side's
 /// NIC, and may wait there.

@@ -8,11 +8,11 @@ use std::time::{Duration, Instant};
 use super::Worker;
 use super::command::Command;
 use super::timers::{IDLE_TICK, TICK};
-use crate::metrics::count;
-use crate::provider::{Nic, Wait};
-use crate::queue::Queue;
-use crate::sync::relax;
-use crate::sys::{EventFd, readable, wait_readable};
+use crate::counters::metrics::count;
+use crate::providers::interface::{Nic, Wait};
+use crate::sys::os::{EventFd, readable, wait_readable};
+use crate::sys::queue::Queue;
+use crate::sys::sync::relax;
 
 /// Looks without anything to do before the thread sleeps. From the fifth on, each gives the processor away.
 const SPINS: u32 = 4;

@@ -8,8 +8,8 @@ use super::peers::Peer;
 use super::writes::Op;
 use super::{Token, Worker};
 use crate::error::{DownReason, Error, Reason, TransferError};
-use crate::provider::Nic;
-use crate::sync::pause;
+use crate::providers::interface::Nic;
+use crate::sys::sync::pause;
 
 /// How long an engine that closes waits for what is in flight, and then for the end of its connections, at most.
 const CLOSING: Duration = Duration::from_secs(1);

@@ -5,12 +5,12 @@ use std::net::TcpStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::descriptor::{NicAddr, PeerKey};
-use crate::doors::Fences;
-use crate::message::{Body, Frame, Hello, Introduction};
-use crate::provider::{Event, Link, Nic, Passes, Write};
-use crate::region::Region;
-use crate::tcp::TcpNic;
+use crate::memory::region::Region;
+use crate::peers::doors::Fences;
+use crate::peers::message::{Body, Frame, Hello, Introduction};
+use crate::providers::interface::{Event, Link, Nic, Passes, Write};
+use crate::providers::tcp::TcpNic;
+use crate::wire::descriptor::{NicAddr, PeerKey};
 use crate::{DeviceGroup, Done, Engine, Error, Flag, MrDesc, MrHandle, Options, SimNetwork};
 
 const LONG: Duration = Duration::from_secs(60);
@@ -158,7 +158,7 @@ fn only_where_a_greeting_came_from_is_answered() -> Result<(), Error> {
             place.nic.poll(&mut events);
             answers += events.iter().filter(|event| matches!(event, Event::Greeted { .. })).count();
             assert!(Instant::now() < end, "no answer came");
-            crate::sync::pause();
+            crate::sys::sync::pause();
         }
         assert_eq!(answers, 1);
         assert!(bystander.metrics_text().contains("putget_transfer_frames_ignored_total 0"));
@@ -243,7 +243,7 @@ fn a_flood_of_greetings_takes_little_from_peers() -> Result<(), Error> {
                     pair.a.submit_single_write(len, None, (&pair.src, 0), (&pair.desc, 0), &options, done)?;
                     count += 1;
                 } else {
-                    crate::sync::pause();
+                    crate::sys::sync::pause();
                 }
             }
             Ok::<_, Error>(count as f64 / begin.elapsed().as_secs_f64())
@@ -264,7 +264,7 @@ fn a_flood_of_greetings_takes_little_from_peers() -> Result<(), Error> {
                     pair.a.submit_single_write(len, None, (&pair.src, 0), (&pair.desc, 0), &options, done)?;
                     count += 1;
                 } else {
-                    crate::sync::pause();
+                    crate::sys::sync::pause();
                 }
             }
             shares.push(count as f64 / begin.elapsed().as_secs_f64() / quiet);

@@ -4,12 +4,12 @@ use std::sync::Arc;
 
 use proptest::prelude::*;
 
-use crate::descriptor::{NicAddr, PeerKey, ProviderKind};
-use crate::doors::Fences;
-use crate::message::{Body, Frame, Hello, Introduction, Rejection, decode};
-use crate::provider::{Event, Link, LocalKey, Nic, Passes, Write};
-use crate::region::Region;
-use crate::sim::{Faults, SimNic};
+use crate::memory::region::Region;
+use crate::peers::doors::Fences;
+use crate::peers::message::{Body, Frame, Hello, Introduction, Rejection, decode};
+use crate::providers::interface::{Event, Link, LocalKey, Nic, Passes, Write};
+use crate::providers::sim::{Faults, SimNic};
+use crate::wire::descriptor::{NicAddr, PeerKey, ProviderKind};
 use crate::{DeviceGroup, Engine, Error, SimNetwork};
 
 struct Attacker {
@@ -57,7 +57,7 @@ impl Attacker {
                 }
             }
             assert!(std::time::Instant::now() < end, "the frame did not come");
-            crate::sync::pause();
+            crate::sys::sync::pause();
         }
     }
 

@@ -5,8 +5,8 @@ use std::time::Duration;
 use super::Worker;
 use super::peers::Stage;
 use crate::error::{DownReason, Reason};
-use crate::message::Body;
-use crate::provider::Nic;
+use crate::peers::message::Body;
+use crate::providers::interface::Nic;
 
 /// Time between two looks at the clock for their sake.
 pub(super) const TICK: Duration = Duration::from_millis(2);

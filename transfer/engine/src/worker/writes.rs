@@ -9,11 +9,11 @@ use std::time::Instant;
 use super::command::TargetRequest;
 use super::peers::Stage;
 use super::{Token, Worker};
-use crate::completion::Done;
-use crate::descriptor::MAX_NICS;
+use crate::counters::completion::Done;
 use crate::error::{DownReason, Error, NetworkError, Reason, TransferError};
-use crate::provider::{MayLand, Nic, Post, Read, Write};
-use crate::shard::Piece;
+use crate::providers::interface::{MayLand, Nic, Post, Read, Write};
+use crate::providers::shard::Piece;
+use crate::wire::descriptor::MAX_NICS;
 
 /// Where a destination's immediate is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

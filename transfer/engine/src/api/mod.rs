@@ -1,0 +1,4 @@
+//! The calls of an engine.
+
+pub mod bindings;
+pub(crate) mod calls;
