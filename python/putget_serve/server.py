@@ -15,6 +15,7 @@ import putget
 from putget.adapters import transformers as adapter
 from putget_serve import metrics
 from putget_serve.garbage import Garbage
+from putget_serve.names import TellApart
 from putget_serve.parent import Parent
 from putget_serve.settings import APP_MODULES, Settings, listen
 
@@ -180,6 +181,7 @@ def _app(models: Any, model: Any, path: str, manager: Any, garbage: Garbage) -> 
     async def tell() -> Any:
         return PlainTextResponse(metrics.text(manager, garbage))
 
+    app.add_middleware(TellApart)
     app.add_exception_handler(ValueError, refuse)
     app.add_exception_handler(putget.PutgetError, end)
     app.add_api_route("/metrics", tell)

@@ -95,9 +95,10 @@ def claimed(host: str, port: int) -> Iterator[None]:
     Raises:
         ValueError: Another server has taken it.
     """
+    address = socket.gethostbyname(host)  # of one address, whatever its name
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as claim:
         try:
-            claim.bind(f"\0putget serve {host} {port}")  # the kernel forgets the name with this process
+            claim.bind(f"\0putget serve {address} {port}")  # the kernel forgets the name with this process
         except OSError as error:
             raise ValueError(f"--host {host} --port {port}: another putget serve has taken it") from error
         yield

@@ -120,6 +120,25 @@ def taken_at_the_end(client: Client, ask: Callable[[], Awaitable[str]], end: Cal
     return found
 
 
+def stopped_hard(client: Client) -> list[Any]:
+    """A request comes during a pass of another one, and the manager is stopped before the next pass."""
+    manager, step = client.manager, client.manager._generation_step
+    found: list[Any] = []
+    other = threading.Thread(target=lambda: found.append(ended(client.whole())))
+
+    def stepping() -> None:
+        step()
+        if not other.ident:
+            other.start()
+            until(lambda: not manager.input_queue.empty())
+            manager.background_thread_status.request_stop(manager._statuses.HARD_STOP, 0)
+
+    manager._generation_step = stepping
+    first = ended(client.whole())
+    other.join()
+    return [first, *found]
+
+
 def break_down(manager: Any) -> None:
     """The next pass fails."""
 
@@ -152,6 +171,7 @@ def main(folder: Path) -> None:
     stop = lambda: manager.background_thread_status.request_stop(manager._statuses.FLUSH_AND_STOP, 0)  # noqa: E731
     found["taken as it stops"] = taken_at_the_end(client, client.whole, stop)
     found["behind the stop"] = [ended(client.whole()), ended(client.stream())]
+    found["stopped hard"] = stopped_hard(made())
     client = made()
     break_down(client.manager)
     found["broken"] = ended(client.stream())

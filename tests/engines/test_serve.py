@@ -205,6 +205,8 @@ def test_a_request_ends_with_its_whole_text_or_with_a_named_error(asked: dict[st
     assert len(asked["whole"]) == 6
     assert asked["stream"] == asked["told late"] == asked["whole"]
     assert "finished before this request completed" in asked["taken as it stops"]
+    assert all("finished before this request completed" in one for one in asked["stopped hard"])
+    assert len(asked["stopped hard"]) == 2
     refused = "PutgetError: the request is not taken: The background thread is stopping."
     assert asked["behind the stop"] == [refused] * 2
     assert asked["broken"] == "error: rank 1 says 'no'", "it stands between quotes in the stream"

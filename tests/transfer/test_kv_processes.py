@@ -106,6 +106,7 @@ def test_a_killed_prefiller_fails_its_request_alone(decode: Decode, start: Calla
     # The same pages, from another one.
     decode.memory[...] = POISON
     again = decode.ask(other, "again", pages)
+    decode.poll_until(lambda: again.state == "accepted")
     stage = "accepted" if stage == "unheard" else stage
     bring(other, "again", 9, stage)
     complete(other, "again", 9, stage)
@@ -145,6 +146,7 @@ def test_a_stopped_prefiller_that_goes_on_changes_no_page_in_use(
         assert (decode.memory == POISON).all(), f"round {round_}: {np.count_nonzero(decode.memory != POISON)} bytes"
         # And it is served again at once.
         again = decode.ask(prefiller, f"again{round_}", pages)
+        decode.poll_until(lambda again=again: again.state == "accepted")
         prefiller.do("begin", f"again{round_}", 100 + value, COUNT)
         complete(prefiller, f"again{round_}", 100 + value, "begun")
         again.wait(WAIT_S)
@@ -162,6 +164,7 @@ def test_other_requests_go_on_beside_a_stopped_prefiller(decode: Decode, start: 
     for at in range(20):
         name, own = f"other{at}", [COUNT + at % 4]
         going = decode.decoder.request(sources, name, [own], tokens=TOKENS)
+        decode.poll_until(lambda going=going: going.state == "accepted")
         other.do("begin", name, 20 + at, 1)
         complete(other, name, 20 + at, "begun")
         going.wait(WAIT_S)

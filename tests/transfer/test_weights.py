@@ -135,7 +135,7 @@ def test_trainers_that_do_not_answer_are_named_and_waited_for_together(monkeypat
 
     class Silent:
         def address(self) -> bytes:
-            goes_on.wait()
+            goes_on.wait(DEADLINE_S)
             return b""
 
     controller = weights.Controller([Silent() for _ in range(16)], {})

@@ -109,6 +109,10 @@ class LockstepBatching:
         if asked is not None:
             self.spread = asked(self.spread)
         lockstep = self.spread.lockstep
+        if self.background_thread_status.local_status == self._statuses.HARD_STOP:
+            # transformers' next step would take the waiting requests, and tell nobody of them.
+            lockstep.close()
+            return False
         cancelled = [self._cancelled.get() for _ in range(self._cancelled.qsize())]
         for request_id in cancelled:
             super().cancel_request(request_id)  # type: ignore[misc]

@@ -84,7 +84,7 @@ pub enum End {
     Sent,
     /// No decoder that asked needs them any more, and one has cancelled or could not be reached.
     Cancelled,
-    /// Nobody asked in time.
+    /// Nobody asked in time, or only before the prefill began, and has cancelled.
     Expired,
     /// The prefill has failed.
     Failed,

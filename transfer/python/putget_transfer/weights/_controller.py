@@ -135,7 +135,7 @@ class _Running:
         return max(self.end - time.monotonic(), 0.0)
 
     def _until(self) -> float:
-        """Return how long a stage that begins now waits for answers."""
+        """Return the time until which a stage that begins now waits for answers."""
         return max(self.end, time.monotonic()) + GRACE_S
 
     def _answer(self, future: Future[Any], until: float) -> Any:
