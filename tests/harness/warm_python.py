@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import resource
+import select
 import signal
 import socket
 import sys
@@ -26,6 +27,10 @@ def open_files() -> list[int]:
             if os.get_inheritable(int(name)):
                 found.append(int(name))
     return sorted(found)
+
+
+def nothing(number: int, frame: FrameType | None) -> None:
+    """The handler of a signal whose number is passed on."""
 
 
 def main(path: str, words: list[str]) -> None:
@@ -45,16 +50,19 @@ def main(path: str, words: list[str]) -> None:
     rights = array.array("i", [network, *files])
     warm.sendmsg([len(text).to_bytes(8, "little")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
 
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        with contextlib.suppress(OSError):
-            warm.sendall(bytes([number]))
-
+    # A handler alone would not run for a signal that comes just before this process waits: its number comes here.
+    came, comes = socket.socketpair()
+    comes.setblocking(False)
+    signal.set_wakeup_fd(comes.fileno())
     for number in PASSED:
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, pass_on)
+            signal.signal(number, nothing)
     warm.sendall(text)
     for file in files:  # else the end of a pipe would wait for this process
         os.close(file)
+    while warm not in select.select([warm, came], [], [])[0]:
+        with contextlib.suppress(OSError):
+            warm.sendall(came.recv(64))
     answer = warm.recv(8)
     if not answer:
         os._exit(255)

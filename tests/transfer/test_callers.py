@@ -246,9 +246,14 @@ def test_the_metrics_are_what_prometheus_reads(pair: tuple[pt.Engine, pt.Engine]
         if found := re.fullmatch(r"# HELP (\w+) [^\\]+\n", line):
             assert found[1] not in kinds
             helped = found[1]
-        elif found := re.fullmatch(r"# TYPE (\w+) (counter|gauge)\n", line):
+        elif found := re.fullmatch(r"# TYPE (\w+) (counter|gauge|histogram)\n", line):
             assert found[1] == helped
             kinds[found[1]] = found[2]
+        elif kinds[helped] == "histogram":
+            found = re.fullmatch(helped + r'(_bucket\{le="(?:[\d.]+|\+Inf)"\}|_sum|_count) ([\d.]+)\n', line)
+            assert found is not None, line
+            assert helped + found[1] not in samples
+            samples[helped + found[1]] = float(found[2])
         else:
             found = re.fullmatch(r'(\w+)(\{nic="\d+"\})? (\d+)\n', line)
             assert found is not None, line
@@ -256,6 +261,8 @@ def test_the_metrics_are_what_prometheus_reads(pair: tuple[pt.Engine, pt.Engine]
             assert (kinds[found[1]] == "counter") == found[1].endswith("_total")
             assert found[1] + (found[2] or "") not in samples
             samples[found[1] + (found[2] or "")] = float(found[3])
+    posted = "putget_transfer_word_to_post_seconds"
+    assert (samples[posted + '_bucket{le="+Inf"}'], samples[f"{posted}_count"], samples[f"{posted}_sum"]) == (0, 0, 0)
     assert samples["putget_transfer_completed_total"] == 1
     written = [value for name, value in samples.items() if name.startswith("putget_transfer_write_bytes_total{")]
     assert len(written) == 2
