@@ -36,7 +36,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
 }
-"""What servers find, unless it is set."""
+"""Variables of the servers; those that are set already stay."""
 WARM_UP = 3
 LAYERS, HEADS, HEAD_DIM = 2, 4, 128
 TOKEN_BYTES = LAYERS * HEADS * HEAD_DIM * 2 * 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import itertools
 from typing import Any
 
@@ -20,8 +19,7 @@ class TellApart:
 
     def __init__(self, app: Any) -> None:
         self.app = app
-        self._known: dict[bytes, None] = {}
-        self._order: collections.deque[bytes] = collections.deque()
+        self._known: dict[bytes, None] = {}  # the oldest first
         self._numbers = itertools.count(2)
 
     def name(self, asked: bytes) -> bytes:
@@ -30,9 +28,8 @@ class TellApart:
         while own in self._known:
             own = b"%s.%d" % (asked, next(self._numbers))
         self._known[own] = None
-        self._order.append(own)
-        if len(self._order) > MOST:
-            del self._known[self._order.popleft()]
+        if len(self._known) > MOST:
+            del self._known[next(iter(self._known))]
         return own
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:

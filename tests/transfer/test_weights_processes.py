@@ -146,17 +146,21 @@ def test_quantised_blocks_that_cross_shards(trainers: Callable[[int], list[Remot
 
 
 @pytest.mark.parametrize(
-    ("commit", "writes"), [("swap", 3), ("paused", 0), ("swap", 0), ("paused", 3)][: 4 if LONG else 2]
+    ("commit", "place"),
+    [("swap", 3), ("paused", 0), ("swap", 0), ("paused", 3), ("swap", "gather")][: 5 if LONG else 2],
 )
 def test_a_trainer_that_is_killed_is_named_by_the_deadline(
-    trainers: Callable[[int], list[Remote]], rollouts: Callable[..., Rollouts], commit: str, writes: int
+    trainers: Callable[[int], list[Remote]], rollouts: Callable[..., Rollouts], commit: str, place: int | str
 ) -> None:
     sources = trainers(2)
     targets = rollouts(sources, commit)
     set_all(sources, 1)
     targets.controller.update(1, WAIT_S)
     set_all(sources, 2)
-    sources[1].stop_after(writes, signal.SIGKILL)
+    if isinstance(place, int):
+        sources[1].stop_after(place, signal.SIGKILL)
+    else:
+        sources[1].signal_at(place, signal.SIGKILL)
     begin = time.monotonic()
     with pytest.raises(weights.UpdateFailed) as failed:
         targets.controller.update(2, 10.0)
@@ -166,22 +170,6 @@ def test_a_trainer_that_is_killed_is_named_by_the_deadline(
     assert [(rank.version, rank.state) for rank in targets.ranks] == [(1, state)] * 2
     if commit == "swap":
         assert targets.versions() == [[1], [1]]
-
-
-@pytest.mark.skipif(not LONG, reason="a long run tries deaths at each stage: PUTGET_WEIGHTS_ROUNDS=1000")
-def test_a_trainer_that_is_killed_in_a_gather_is_named_by_the_deadline(
-    trainers: Callable[[int], list[Remote]], rollouts: Callable[..., Rollouts]
-) -> None:
-    sources = trainers(2)
-    targets = rollouts(sources)
-    set_all(sources, 1)
-    targets.controller.update(1, WAIT_S)
-    set_all(sources, 2)
-    sources[1].signal_at("gather", signal.SIGKILL)
-    with pytest.raises(weights.UpdateFailed) as failed:
-        targets.controller.update(2, 10.0)
-    assert "trainer rank 1" in failed.value.missing
-    assert targets.versions() == [[1], [1]]
 
 
 def test_a_trainer_that_stands_still_in_a_gather_or_dies_behind_its_last_write(

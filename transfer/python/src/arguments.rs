@@ -83,7 +83,7 @@ numbers! {
 pub(crate) fn indices(value: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
     // The usual case, without the general protocol of sequences. Other numbers get their error below.
     if let Ok(list) = value.downcast_exact::<PyList>()
-        && let Some(indices) = sys::numbers(list)
+        && let Ok(indices) = list.iter().map(|index| index.extract()).collect()
     {
         return Ok(indices);
     }

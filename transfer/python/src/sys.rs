@@ -1,5 +1,5 @@
 //! Objects that Python names by an address: a CUDA stream, and the flag of a torch storage that says whether it may be resized. torch gives no call for it but `Tensor.numpy`, which clears the flag for
-//! good; `_memory.py` finds out where that call has cleared it, and checks what torch says afterwards. And long lists of numbers, which are read without a reference to each number.
+//! good; `_memory.py` finds out where that call has cleared it, and checks what torch says afterwards.
 #![allow(unsafe_code)]
 
 use std::collections::BTreeMap;
@@ -7,9 +7,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU8, Ordering};
 
 use putget_transfer::CudaStream;
-use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::types::PyList;
 
 use crate::held::lock;
 
@@ -17,22 +15,6 @@ use crate::held::lock;
 pub(crate) fn stream(handle: usize) -> CudaStream {
     // SAFETY: the caller in Python passes a stream that exists, as to every function of CUDA.
     unsafe { CudaStream::from_raw(handle) }
-}
-
-/// The numbers of a list; None: an item is not Python's own number, or does not fit.
-pub(crate) fn numbers(list: &Bound<'_, PyList>) -> Option<Vec<u64>> {
-    let mut numbers = Vec::with_capacity(list.len());
-    for at in 0..list.len() {
-        let at = ffi::Py_ssize_t::try_from(at).ok()?;
-        // SAFETY: `list` is a list and Python's lock is held. The item is borrowed for the next call only, which runs no code of Python:
-        // it reads a number, and refuses anything else, or null.
-        let number = unsafe { ffi::PyLong_AsUnsignedLongLong(ffi::PyList_GetItem(list.as_ptr(), at)) };
-        if number == u64::MAX && PyErr::take(list.py()).is_some() {
-            return None;
-        }
-        numbers.push(number);
-    }
-    Some(numbers)
 }
 
 /// How many registrations need each flag to be clear.
