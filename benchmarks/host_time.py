@@ -164,7 +164,7 @@ def deep_ep_low_latency(comm: putget.Communicator, tokens: int, device: torch.de
     )
 
 
-def layer(comm: putget.Communicator, tokens: int, device: torch.device) -> Case:
+def layer(comm: putget.Communicator, tokens: int, device: torch.device, *, replayed: bool = False) -> Case:
     """``ExpertParallelMoE`` with small BF16 experts: their matrices are not what is measured."""
     moe = ExpertParallelMoE(
         comm,
@@ -176,6 +176,8 @@ def layer(comm: putget.Communicator, tokens: int, device: torch.device) -> Case:
         weight_dtype=torch.bfloat16,
         device=device,
     )
+    if replayed:
+        moe.replay_calls(tokens)
     x = torch.randn(tokens, 1024, device=device).bfloat16()
     return Case([("forward", lambda: moe(x))])
 
@@ -188,6 +190,7 @@ CASES: dict[str, Callable[[putget.Communicator, int, torch.device], Case]] = {
     "deep_ep_normal": deep_ep_normal,
     "deep_ep_low_latency": deep_ep_low_latency,
     "layer": layer,
+    "layer_replayed": lambda *a: layer(*a, replayed=True),
 }
 
 

@@ -486,6 +486,21 @@ class AllToAll:
         rows = self._geometry.max_tokens_per_rank if max_rows is None else max_rows
         return ExpertMajorMemory(self._rounds.grouper.sizes(alignment, rows, copy_rows))
 
+    def check_expert_major_memory(self, memory: ExpertMajorMemory | None) -> None:
+        """Raises ValueError unless memory is None or fits ``received.expert_major(memory=)`` with its defaults."""
+        if memory is not None:
+            self._rounds.grouper.memory_for(1, self._geometry.max_tokens_per_rank, memory)
+
+    @property
+    def payloads(self) -> tuple[Payload, ...]:
+        """The rows that dispatch moves."""
+        return self._geometry.payloads
+
+    @property
+    def output(self) -> Payload:
+        """The rows that experts write and combine sums."""
+        return self._geometry.output
+
     @property
     def num_local_experts(self) -> int:
         """Groups of an expert-major layout: experts that this rank had at construction."""

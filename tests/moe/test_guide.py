@@ -31,6 +31,7 @@ def run_blocks(rank: Rank) -> tuple[int, ...]:
         "x": DENSE.tokens(rank.rank, 5),
     }
     blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), flags=re.DOTALL)
+    blocks = [block for block in blocks if "Communicator.local" not in block]  # tests/docs runs whole programs
     for block in blocks:
         for large, small in SMALL:
             block = block.replace(large, small)

@@ -179,11 +179,7 @@ class Geometry:
 
     def _check_beside(self, beside: Beside, device: torch.device) -> None:
         """Raises as ``check_dispatch``."""
-        valid: Any = beside.num_valid_tokens
-        if valid is not None:
-            if not isinstance(valid, torch.Tensor) or valid.numel() != 1:
-                raise ValueError(f"num_valid_tokens is {valid!r}, expected a tensor of one int32")
-            check_tensor("num_valid_tokens", valid, tuple(valid.shape), (torch.int32,), device)
+        check_valid_tokens(beside.num_valid_tokens, device)
         if beside.expert_load is not None:
             check_tensor("expert_load", beside.expert_load, (self.num_experts,), (torch.int32,), device)
         if beside.stats is not None:
@@ -214,6 +210,15 @@ class Geometry:
         for (name, start, rows), end in zip(regions, ends, strict=True):
             lines.append(f"{start:>14} {end - start:>14}  {name:<15} {rows}")
         return "\n".join(lines)
+
+
+def check_valid_tokens(valid: Any, device: torch.device) -> None:
+    """Raises ValueError unless num_valid_tokens is None or one int32 on the device."""
+    if valid is None:
+        return
+    if not isinstance(valid, torch.Tensor) or valid.numel() != 1:
+        raise ValueError(f"num_valid_tokens is {valid!r}, expected a tensor of one int32")
+    check_tensor("num_valid_tokens", valid, tuple(valid.shape), (torch.int32,), device)
 
 
 def default_expert_to_rank(num_experts: int, ep_size: int, device: torch.device) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Around the experts: kernels between dispatch, grouped GEMMs and combine, routers, and a whole layer."""
 
+from putget.moe.fused import fused_layer, layer_payloads
 from putget.moe.kernels import expand, finalize, gated_activation
 from putget.moe.layer import ExpertParallelMoE
 from putget.moe.lost import LayerMetrics
@@ -15,5 +16,7 @@ __all__ = [
     "SoftmaxRouting",
     "expand",
     "finalize",
+    "fused_layer",
     "gated_activation",
+    "layer_payloads",
 ]

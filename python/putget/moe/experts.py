@@ -89,10 +89,7 @@ class Bf16Experts(nn.Module):
 
     def forward(self, payloads: Sequence[Tensor], groups: Groups, expected_rows: int) -> Tensor:
         """See ``Experts.__call__``."""
-        (rows,) = payloads
-        between = grouped_bf16_mm(rows, self.gate_up, groups)
-        active = gated_activation(between, self.gate, num_valid=(groups.offsets, groups.num_rows))
-        return grouped_bf16_mm(active, self.down, groups)
+        return bf16_networks(payloads[0], groups, self.gate_up, self.down, self.gate)
 
 
 class Fp8Experts(nn.Module):
@@ -169,24 +166,54 @@ class Fp8Experts(nn.Module):
 
     def forward(self, payloads: Sequence[Tensor], groups: Groups, expected_rows: int) -> Tensor:
         """See ``Experts.__call__``."""
-        if self.row_dtype == torch.bfloat16:
-            codes, scales = grouped_fp8.quantise_rows(payloads[0], num_rows=groups.offsets[-1:])
-        else:
-            codes, scales = payloads
-        starts, counts = groups.offsets[:-1], groups.num_rows
-        active, active_scales = grouped_fp8.gated_fp8_mm(
-            ExpertRows(codes, scales, starts, counts),
-            self.gate_up,
-            self.gate_up_scales,
-            self.gate,
-            expected_rows=expected_rows,
-        )
-        return grouped_fp8.grouped_fp8_mm(
-            ExpertRows(active, active_scales, starts, counts),
-            self.down,
-            self.down_scales,
-            expected_rows=expected_rows,
-        )
+        weights = self.gate_up, self.gate_up_scales, self.down, self.down_scales
+        return fp8_networks(payloads, groups, weights, self.gate, expected_rows)
+
+
+def bf16_networks(rows: Tensor, groups: Groups, gate_up: Tensor, down: Tensor, gate: Gate) -> Tensor:
+    """Each expert's network over its rows: [capacity, hidden_size] bfloat16 of the same.
+
+    Args:
+        rows: [capacity, hidden_size] bfloat16.
+        groups: Where each expert's rows are.
+        gate_up: [num_experts, 2 * intermediate_size, hidden_size] bfloat16.
+        down: [num_experts, hidden_size, intermediate_size] bfloat16.
+        gate: "silu" or "gelu".
+    """
+    between = grouped_bf16_mm(rows, gate_up, groups)
+    active = gated_activation(between, gate, num_valid=(groups.offsets, groups.num_rows))
+    return grouped_bf16_mm(active, down, groups)
+
+
+def fp8_networks(
+    payloads: Sequence[Tensor],
+    groups: Groups,
+    weights: tuple[Tensor, Tensor, Tensor, Tensor],
+    gate: Gate,
+    expected_rows: int,
+) -> Tensor:
+    """Likewise with block-scaled FP8.
+
+    Args:
+        payloads: Codes [capacity, hidden_size] float8_e4m3fn and scales [capacity, hidden_size / 128] float32; or rows
+            [capacity, hidden_size] bfloat16, which are quantised.
+        groups: Where each expert's rows are.
+        weights: gate_up, its scales, down and its scales, as ``Fp8Experts`` has them.
+        gate: "silu" or "gelu".
+        expected_rows: Rows of an expert on average.
+    """
+    gate_up, gate_up_scales, down, down_scales = weights
+    if payloads[0].dtype == torch.bfloat16:
+        codes, scales = grouped_fp8.quantise_rows(payloads[0], num_rows=groups.offsets[-1:])
+    else:
+        codes, scales = payloads
+    starts, counts = groups.offsets[:-1], groups.num_rows
+    active, active_scales = grouped_fp8.gated_fp8_mm(
+        ExpertRows(codes, scales, starts, counts), gate_up, gate_up_scales, gate, expected_rows=expected_rows
+    )
+    return grouped_fp8.grouped_fp8_mm(
+        ExpertRows(active, active_scales, starts, counts), down, down_scales, expected_rows=expected_rows
+    )
 
 
 def grouped_bf16_mm(rows: Tensor, weights: Tensor, groups: Groups) -> Tensor:

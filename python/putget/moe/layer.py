@@ -17,6 +17,7 @@ from putget.balancer import BalancedLayer, ExpertBlobs, Placement
 from putget.balancer.gathering import LoadGathering
 from putget.balancer.recorder import Record
 from putget.core.expert_major import ExpertMajor, ExpertMajorMemory
+from putget.core.geometry import check_valid_tokens
 from putget.errors import PutgetError
 from putget.group.communicator import Communicator, collective
 from putget.memory.workspace import resolve_device
@@ -25,6 +26,7 @@ from putget.moe.kernels import GATES, Gate
 from putget.moe.loading import DenseState, load_networks, load_router
 from putget.moe.lost import LayerMetrics, LostExperts
 from putget.moe.placed import SlotOptions, place_experts
+from putget.moe.replays import Replays
 from putget.moe.router import Placing, Router, Routing
 from putget.moe.shared_experts import SharedExperts
 from putget.moe.streams import Beside
@@ -122,6 +124,7 @@ class ExpertParallelMoE(nn.Module):
 
     _looked_at_weights = False
     _statistics: LoadGathering | None = None  # statistics that a balancer adds to dispatch
+    _replays: Replays | None = None
 
     @collective
     def __init__(
@@ -309,6 +312,35 @@ class ExpertParallelMoE(nn.Module):
 
     def _set_statistics(self, statistics: LoadGathering | None) -> None:
         self._statistics = statistics
+        if self._replays is not None:
+            self._replays.forget()
+
+    def replay_calls(self, max_tokens: int) -> None:
+        """From now on calls with at most so many tokens are CUDA graphs, which the layer captures by itself.
+
+        For eager programs with small batches, where the host's part of a call is longer than the GPU's. Batches are
+        padded to powers of two, so results are those of a padded batch: a product of another size may round otherwise.
+        The first two calls of a size take longer. A graph counts on the layer's parameters where they are; where one
+        has been replaced, the next call is captured again. Calls with `record`, or inside of a capture, are as before;
+        so are all on the CPU, which has no graphs. Ranks need not do the same.
+
+        Args:
+            max_tokens: From 1 to ``max_tokens_per_rank``; 0: no call any more, and the graphs are given up.
+
+        Raises:
+            ValueError: max_tokens is out of range, or the group's ranks are emulated on one GPU: a capture waits for
+                the device, where kernels wait for ranks that have not been called.
+        """
+        check_int("max_tokens", max_tokens, 0, self.max_tokens_per_rank)
+        comm = self.a2a.workspace.comm
+        if max_tokens and comm.size > 1 and comm._local_group is not None:
+            raise ValueError(f"max_tokens is {max_tokens}, expected 0 for {comm.size} ranks that share a GPU")
+        self._replays = None
+        if max_tokens and self.device.type == "cuda":
+            parts = [self.router, self.experts, *([] if self.shared is None else [self.shared])]
+            self._replays = Replays(
+                self.run, self._lost.begin_round, parts, self.a2a.workspace, max_tokens, self.hidden_size, self.device
+            )
 
     @torch.no_grad()
     def forward(
@@ -339,6 +371,12 @@ class ExpertParallelMoE(nn.Module):
             x = x.to(torch.bfloat16)
         if torch.compiler.is_compiling():
             return self._operator(x, num_valid_tokens)
+        if self._replays is not None and self.record is None:
+            self.check_input("x", x)
+            if self._replays.takes(x.shape[0]):
+                check_valid_tokens(num_valid_tokens, self.device)
+                check_int("busiest_tokens", busiest_tokens or 0, 0, self.max_tokens_per_rank)
+                return self._replays(x, num_valid_tokens, busiest_tokens)
         return self.run(x, num_valid_tokens, busiest_tokens)
 
     def run(self, x: Tensor, num_valid_tokens: Tensor | None, busiest_tokens: int | None = None) -> Tensor:
@@ -386,7 +424,7 @@ class ExpertParallelMoE(nn.Module):
 
     def check_input(self, name: str, x: Tensor) -> None:
         """Raises ValueError where x is not [up to max_tokens_per_rank, hidden_size] bfloat16 on the device."""
-        rows = len(x) if isinstance(x, Tensor) and x.dim() else 0
+        rows = x.shape[0] if isinstance(x, Tensor) and x.dim() else 0
         check_tensor(name, x, (rows, self.hidden_size), (torch.bfloat16,), self.device)
         if rows > self.max_tokens_per_rank:
             raise ValueError(f"{name} has {rows} tokens, max_tokens_per_rank is {self.max_tokens_per_rank}")
@@ -474,12 +512,14 @@ class ExpertParallelMoE(nn.Module):
 
     def close(self) -> None:
         """See ``AllToAll.close``. Weights stay."""
+        self._replays = None
         self.a2a.close()
 
     def __enter__(self) -> ExpertParallelMoE:
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        self._replays = None
         self.a2a.__exit__(*exception)
 
 
