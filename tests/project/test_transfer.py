@@ -270,6 +270,78 @@ def test_a_use_of_a_layer_above_is_found(tmp_path: Path, rule: Callable[[Path], 
     assert len(list(rule(tmp_path))) == 1
 
 
+# Where a kind of transfer may be named: what callers ask for, and what workers do for it.
+KINDS = {
+    "Request": {"api/calls.rs", "submit/request.rs"},
+    "Task": {"submit/request.rs", "submit/prepared.rs", "worker/command.rs", "worker/mod.rs"},
+}
+SUBMIT = re.compile(
+    r"pub fn (submit_\w+)(?:<[^>]*>)?\((?:[^{]|\{[^\n])*?-> Result<TransferId, Error> \{\n(.*?)\n    \}", re.DOTALL
+)
+
+
+def kinds_elsewhere(root: Path) -> Iterator[str]:
+    """Transfers that are submitted past the requests, and files beside those above that tell kinds apart."""
+    texts = {name: re.split(r"#\[cfg\(test\)\]\s*mod \w+ \{", text)[0] for name, text in sources(root)}
+    for name, text in texts.items():
+        for call, body in SUBMIT.findall(text):
+            # One line, which builds a request or calls a sibling that does.
+            built = re.fullmatch(r" *self\.submit\(&Request::\w+ \{[^}]*\}, options, done\)", body)
+            if name != "api/calls.rs" or not (built or re.fullmatch(r" *self\.submit_\w+\(.*, options, done\)", body)):
+                yield f"{name}: {call} builds no request"
+    for kind, homes in KINDS.items():
+        variants = re.search(rf"enum {kind}\b[^{{]*\{{\n(.*?)^\}}", "\n".join(texts.values()), re.MULTILINE | re.DOTALL)
+        names = re.findall(r"^    (\w+)", variants[1], re.MULTILINE) if variants else []
+        for name, text in texts.items():
+            found = re.findall(rf"\b{kind}::({'|'.join(names)})\b", text) if names else []
+            if found and name not in homes:
+                yield f"{name} names {kind}::{found[0]}"
+        for variant in names if kind == "Request" else []:
+            count = len(re.findall(rf"\bRequest::{variant}\b", texts.get("api/calls.rs", "")))
+            if count != 1:
+                yield f"api/calls.rs builds Request::{variant} {count} times"
+
+
+def test_each_kind_of_transfer_is_one_request() -> None:
+    engine = TRANSFER / "engine"
+    calls = SUBMIT.findall((engine / "src" / "api" / "calls.rs").read_text())
+    assert len(calls) >= 10
+    assert list(kinds_elsewhere(engine)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        (
+            "api/calls.rs",
+            "    pub fn submit_b(&self, done: Done) -> Result<TransferId, Error> {\n        self.push(done)\n    }",
+        ),
+        (
+            "submit/expect.rs",
+            "    pub fn submit_b(&self) -> Result<TransferId, Error> {\n        self.submit_a(1, options, done)\n    }",
+        ),
+        ("api/calls.rs", "fn f() { Request::One { len: 0 }; }"),
+        ("worker/writes.rs", "fn f(task: Task) { if let Task::Write(_) = task {} }"),
+    ],
+)
+def test_a_transfer_past_the_requests_is_found(tmp_path: Path, name: str, line: str) -> None:
+    files = {
+        "submit/request.rs": "enum Request<'a> {\n    One {\n        len: &'a u64,\n    },\n}\n",
+        "worker/command.rs": "enum Task {\n    Write(u64),\n}\n",
+        "submit/expect.rs": "",
+        "worker/writes.rs": "",
+        "api/calls.rs": "    pub fn submit_a(&self, len: u64, done: Done) -> Result<TransferId, Error> {\n"
+        "        self.submit(&Request::One { len }, options, done)\n    }\n",
+    }
+    for path, text in files.items():
+        (tmp_path / "src" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "src" / path).write_text(text)
+    assert list(kinds_elsewhere(tmp_path)) == []
+    with (tmp_path / "src" / name).open("a") as file:
+        file.write(f"{line}\n")
+    assert len(list(kinds_elsewhere(tmp_path))) == 1
+
+
 def test_a_crate_without_a_rule_of_its_own_has_no_unsafe_code(tmp_path: Path) -> None:
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "ffi.rs").write_text("    let x = unsafe { f() };\n")

@@ -16,7 +16,7 @@ use crate::peers::doors::Doors;
 use crate::providers::nvlink::StepKernels;
 use crate::sys::queue::Queue;
 use crate::sys::sync::pause;
-use crate::worker::command::Command;
+use crate::worker::command::{Command, Operation};
 use crate::worker::shared::Shared;
 
 /// Looks without a pause before the thread begins to sleep between looks.
@@ -72,40 +72,35 @@ pub(crate) struct Armed {
     commands: Arc<Queue<Command>>,
     /// The number of the device group that carries them.
     group: u16,
-    command: Command,
+    operation: Operation,
 }
 
 impl Armed {
-    /// Which operation it is, and until when it waits.
-    fn id(&self) -> Option<(u64, Instant)> {
-        match &self.command {
-            Command::Write { id, deadline, .. } => Some((*id, *deadline)),
-            _ => None,
-        }
-    }
-
     fn is_due(&self) -> bool {
         self.region.load_word(0).is_ok_and(|value| value >= self.value)
     }
 
     /// Hands the writes to their worker: from now on they are under way. They come back if it is closed.
     fn fire(self, gate: &Arc<Gate>) -> Option<Self> {
-        let Self { region, value, commands, group, command } = self;
-        let command = commands.push(under_way(command, gate)).err()?;
-        Some(Self { region, value, commands, group, command })
+        let Self { region, value, commands, group, operation } = self;
+        match commands.push(under_way(operation, gate)) {
+            Err(Command::Start(operation)) => Some(Self { region, value, commands, group, operation }),
+            _ => None,
+        }
     }
 
     /// Why they are over, if the connection of one of their peers has ended since they were armed.
     fn verdict(&self, doors: &Doors) -> Option<Reason> {
-        let Command::Write { targets, stamp, .. } = &self.command else { return None };
-        let peers = targets.iter().filter_map(|target| Some(target.dst.first()?.address.key));
+        let Operation { task, stamp, .. } = &self.operation;
+        let peers = task.targets().iter().filter_map(|target| Some(target.dst.first()?.address.key));
         peers.filter_map(|peer| doors.verdict(self.group, peer, *stamp)).next().map(Reason::PeerDown)
     }
 
     /// Tells that they will not be posted.
     pub fn end(self, reason: &Reason, shared: &Shared) {
-        let Command::Write { targets, done, .. } = self.command else { return };
-        let mut peers: Vec<_> = targets.iter().filter_map(|target| Some(target.dst.first()?.address.name())).collect();
+        let Operation { task, done, .. } = self.operation;
+        let names = task.targets().iter().filter_map(|target| Some(target.dst.first()?.address.name()));
+        let mut peers: Vec<_> = names.collect();
         peers.sort_unstable();
         peers.dedup();
         let error = |peer| TransferError { peer, nic: None, reason: reason.clone(), may_land: false };
@@ -114,12 +109,10 @@ impl Armed {
 }
 
 /// Counts writes among the operations that are under way, where they are not counted yet, and notes that their word is there.
-fn under_way(mut command: Command, gate: &Arc<Gate>) -> Command {
-    if let Command::Write { done, .. } = &mut command {
-        done.seen = Some(Instant::now());
-        done.occupy(gate);
-    }
-    command
+fn under_way(mut operation: Operation, gate: &Arc<Gate>) -> Command {
+    operation.done.seen = Some(Instant::now());
+    operation.done.occupy(gate);
+    Command::Start(operation)
 }
 
 #[derive(Default)]
@@ -296,37 +289,30 @@ impl Watchers {
         self.touch(self.words());
     }
 
-    /// Has writes wait until a word is at least `value`. They come back if the engine is closed.
-    ///
-    /// # Errors
-    /// The word is another engine's.
+    /// Has writes wait until one of these words is at least `value`. They come back if the engine is closed.
     pub fn arm(
-        self: &Arc<Self>,
-        word: &UvmWatcher,
-        value: u64,
+        &self,
+        (word, value): (&UvmWatcher, u64),
         (group, commands, gate): (u16, &Arc<Queue<Command>>, &Arc<Gate>),
-        command: Command,
-    ) -> Result<Result<(), Command>, Error> {
-        if !Arc::ptr_eq(self, &word.watchers) {
-            return Err(Error::argument("watcher", "another engine's came"));
-        }
+        operation: Operation,
+    ) -> Option<Command> {
         let mut words = self.words();
         if words.closed {
-            return Ok(Err(command));
+            return Some(Command::Start(operation));
         }
         if word.value() >= value {
-            return Ok(commands.push(under_way(command, gate)));
+            return commands.push(under_way(operation, gate)).err();
         }
         let (region, commands) = (Arc::clone(&word.region), Arc::clone(commands));
-        words.armed.push(Armed { region, value, commands, group, command });
+        words.armed.push(Armed { region, value, commands, group, operation });
         self.touch(words);
-        Ok(Ok(()))
+        None
     }
 
     /// Takes writes back that wait for a word, as many as device groups would carry them.
     pub fn disarm(&self, id: u64) -> Vec<Armed> {
         let mut words = self.words();
-        words.armed.extract_if(.., |armed| armed.id().is_some_and(|(armed, _)| armed == id)).collect()
+        words.armed.extract_if(.., |armed| armed.operation.id == id).collect()
     }
 
     /// Takes all of them, for an engine that is closed.
@@ -416,7 +402,7 @@ impl Watchers {
             return (false, ended);
         }
         let now = Instant::now();
-        let late = |armed: &Armed| armed.id().is_some_and(|(_, deadline)| deadline <= now);
+        let late = |armed: &Armed| armed.operation.deadline <= now;
         let mut changed = false;
         let over = |armed: &mut Armed| armed.is_due() || late(armed) || armed.verdict(&shared.doors).is_some();
         for armed in words.armed.extract_if(.., over) {

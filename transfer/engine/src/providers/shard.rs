@@ -57,7 +57,7 @@ impl Policy {
 pub fn single(policy: &Policy, src: u64, dst: u64, len: u64) -> Vec<Piece> {
     let shards = policy.shards(len);
     let step = len.div_ceil(shards).next_multiple_of(if shards > 1 { ALIGN } else { 1 }).max(1);
-    let mut pieces = Vec::with_capacity(shards as usize);
+    let mut pieces = Vec::with_capacity(shards.min(len) as usize);
     let (mut start, mut index) = (0, 0);
     while start < len {
         let shard = Piece { nic: policy.nic(index), src: src + start, dst: dst + start, len: step.min(len - start) };

@@ -8,10 +8,9 @@ use crate::counters::completion::Done;
 use crate::engine::running::Engine;
 use crate::error::Error;
 use crate::peers::doors::Doors;
-use crate::submit::batch::connection;
 use crate::sys::once::Once;
 use crate::wire::descriptor::NetAddr;
-use crate::worker::command::Command;
+use crate::worker::command::{Command, Operation, Task};
 
 /// How long an admission waits for the peer.
 const MOMENT: Duration = Duration::from_millis(250);
@@ -90,8 +89,8 @@ impl Engine {
         let parts = Done::quiet(move |_| _ = told.set(())).split(known.len());
         for ((group, nic), done) in known.into_iter().zip(parts) {
             let (id, deadline, stamp) = (self.next_id(), Instant::now() + MOMENT, Doors::now());
-            let command = Command::Write { id, targets: vec![connection(nic)], done, deadline, stamp };
-            self.taken(group.commands.push(command));
+            let operation = Operation { id, task: Task::connect(nic), done, deadline, stamp };
+            self.tell_closed(group.commands.push(Command::Start(operation)).err());
         }
         Some(over)
     }

@@ -4,20 +4,16 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::Arc;
 
-use crate::counters::completion::{Done, TransferId};
 use crate::engine::checks::check_range;
 use crate::engine::handle::MrHandle;
 use crate::engine::route::Via;
 use crate::engine::running::Engine;
-use crate::engine::watcher::UvmWatcher;
 use crate::error::Error;
 use crate::providers::shard::{Piece, Policy, paged, single};
-use crate::submit::arguments::{Grid, Options, PeerGroup};
-use crate::submit::batch::Batch;
-use crate::submit::batch::target;
+use crate::submit::arguments::{Grid, PeerGroup};
 use crate::submit::overlap;
 use crate::wire::descriptor::{GroupKeys, MrDesc, PeerKey, group_key};
-use crate::worker::command::TargetRequest;
+use crate::worker::command::{TargetRequest, Task};
 
 /// One of many writes.
 #[derive(Debug, Clone, Copy)]
@@ -72,10 +68,11 @@ impl std::fmt::Debug for Prepared {
 /// Destinations of scatters whose lengths and offsets change.
 #[derive(Clone)]
 pub struct ScatterTemplate {
-    engine: u64,
-    device_group: Option<usize>,
-    src: MrHandle,
-    dsts: Arc<[MrDesc]>,
+    pub(crate) engine: u64,
+    /// That of its group of peers, if one is named there.
+    pub(crate) device_group: Option<usize>,
+    pub(crate) src: MrHandle,
+    pub(crate) dsts: Arc<[MrDesc]>,
 }
 
 impl std::fmt::Debug for ScatterTemplate {
@@ -183,57 +180,6 @@ impl Engine {
         Ok(Prepared { engine: self.inner.shared.engine, parts: parts.into() })
     }
 
-    /// Reads `len` bytes from `src` to `dst`, each a region and an offset in bytes: the peer's memory and the own. Nothing but this engine
-    /// writes to `dst`. With an immediate, the peer's counter grows by one after all bytes have been read.
-    ///
-    /// If a read fails, the bytes of `dst` that it names may have changed, but none changes after `done`, except where the error says
-    /// `may_land`.
-    ///
-    /// # Errors
-    /// [`Error::Argument`] for ranges outside their regions, other numbers of NICs or another network; [`Error::Unavailable`] over
-    /// a network that has no reads; [`Error::Closed`].
-    pub fn submit_read(
-        &self,
-        len: u64,
-        imm: Option<u32>,
-        src: (&MrDesc, u64),
-        dst: (&MrHandle, u64),
-        options: &Options,
-        done: Done,
-    ) -> Result<TransferId, Error> {
-        self.submit_reads(imm, &[ReadItem { len, src, dst }], options, done)
-    }
-
-    /// Reads many ranges between any regions as one operation: [`Engine::prepare_reads`] and [`Engine::submit_prepared`].
-    ///
-    /// # Errors
-    /// As for those.
-    pub fn submit_reads(
-        &self,
-        imm: Option<u32>,
-        items: &[ReadItem<'_>],
-        options: &Options,
-        done: Done,
-    ) -> Result<TransferId, Error> {
-        self.submit_prepared(&self.prepare_reads(items, options.into())?, imm, options, done)
-    }
-
-    /// Reads pages of `page_len` bytes: page `i` of `src` to page `i` of `dst`.
-    ///
-    /// # Errors
-    /// As for [`Engine::submit_read`], and if the two sides name different numbers of pages.
-    pub fn submit_paged_reads<'a>(
-        &self,
-        page_len: u64,
-        imm: Option<u32>,
-        src: (&MrDesc, impl Into<Grid<'a>>),
-        dst: (&MrHandle, impl Into<Grid<'a>>),
-        options: &Options,
-        done: Done,
-    ) -> Result<TransferId, Error> {
-        self.submit_prepared(&self.prepare_paged_reads(page_len, src, dst, options.into())?, imm, options, done)
-    }
-
     /// Prepares a paged read.
     ///
     /// # Errors
@@ -292,23 +238,8 @@ impl Engine {
         Ok(Prepared { engine: self.inner.shared.engine, parts: Arc::from([(index, targets)]) })
     }
 
-    /// Submits prepared writes. With an immediate, the counter of each peer that is written to grows by one after all bytes for
-    /// it have landed. The device group and the NIC were chosen when they were prepared.
-    ///
-    /// # Errors
-    /// [`Error::Argument`] if another engine has prepared them; [`Error::Closed`]; [`Error::Busy`].
-    pub fn submit_prepared(
-        &self,
-        prepared: &Prepared,
-        imm: Option<u32>,
-        options: &Options,
-        done: Done,
-    ) -> Result<TransferId, Error> {
-        self.write(self.batch(prepared, imm)?, (done, options.deadline))
-    }
-
-    fn batch(&self, prepared: &Prepared, imm: Option<u32>) -> Result<Batch, Error> {
-        self.group(0)?;
+    /// The writes of prepared ones, by device group.
+    pub(crate) fn prepared_parts(&self, prepared: &Prepared, imm: Option<u32>) -> Result<Vec<(usize, Task)>, Error> {
         self.check_own("prepared", prepared.engine)?;
         let sources =
             prepared.parts.iter().flat_map(|(_, targets)| targets.iter().filter_map(|target| target.src.as_ref()));
@@ -317,22 +248,10 @@ impl Engine {
             let own = if target.lead.is_none() { imm } else { None };
             TargetRequest { imm: own, ..target.clone() }
         };
-        let part = |(group, targets): &(usize, Arc<[TargetRequest]>)| (*group, targets.iter().map(with_imm).collect());
+        let part = |(group, targets): &(usize, Arc<[TargetRequest]>)| {
+            (*group, Task::Write(targets.iter().map(with_imm).collect()))
+        };
         Ok(prepared.parts.iter().map(part).collect())
-    }
-
-    /// Writes many ranges between any regions as one operation: [`Engine::prepare_writes`] and [`Engine::submit_prepared`].
-    ///
-    /// # Errors
-    /// As for those.
-    pub fn submit_writes(
-        &self,
-        imm: Option<u32>,
-        items: &[WriteItem<'_>],
-        options: &Options,
-        done: Done,
-    ) -> Result<TransferId, Error> {
-        self.submit_prepared(&self.prepare_writes(items, options.into())?, imm, options, done)
     }
 
     /// Prepares scatters from one region to the same destinations, with lengths and offsets that change.
@@ -352,68 +271,6 @@ impl Engine {
         dsts.iter().try_for_each(|dst| self.route("dst", Some(src), dst, device_group).map(drop))?;
         let dsts = dsts.iter().map(|dst| (*dst).clone()).collect();
         Ok(ScatterTemplate { engine: self.inner.shared.engine, device_group, src: src.clone(), dsts })
-    }
-
-    /// Submits a scatter: part `i` goes to destination `i` of the template. With an immediate, each destination's counter grows by
-    /// one after its own bytes have landed, also where there are none.
-    ///
-    /// # Errors
-    /// [`Error::Argument`] for another number of parts than destinations, a part outside a region, or another engine's template;
-    /// [`Error::Closed`]; [`Error::Busy`].
-    pub fn submit_template(
-        &self,
-        template: &ScatterTemplate,
-        imm: Option<u32>,
-        parts: &[Part],
-        options: &Options,
-        done: Done,
-    ) -> Result<TransferId, Error> {
-        self.check_own("template", template.engine)?;
-        template.src.registration.region.check_here("template")?;
-        self.group(0)?;
-        let src = &template.src;
-        if parts.len() != template.dsts.len() {
-            let problem = format!("{} came; the template has {} destinations", parts.len(), template.dsts.len());
-            return Err(Error::argument("parts", problem));
-        }
-        let device_group = options.device_group.or(template.device_group);
-        let mut batch = Batch::default();
-        for (part, dst) in parts.iter().zip(template.dsts.iter()) {
-            check_range("src", part.src_offset, part.len, src.len())?;
-            check_range("dst", part.dst_offset, part.len, dst.len)?;
-            let (index, keys) = self.route("dst", Some(src), dst, device_group)?;
-            let policy = self.policy(self.group(index)?, options.nic)?;
-            let pieces = single(&policy, part.src_offset, part.dst_offset, part.len);
-            batch.push(index, target(pieces, imm, Some(src), keys, &policy));
-        }
-        self.write(batch, (done, options.deadline))
-    }
-
-    /// Submits prepared writes when the watched word is at least `value`: at once if it is already. A thread of the engine posts them,
-    /// so nothing else has to run for it. The deadline and a cancellation hold from now on.
-    ///
-    /// # Errors
-    /// As for [`Engine::submit_prepared`]; and [`Error::Argument`] if another engine watches the word.
-    pub fn submit_when(
-        &self,
-        watcher: &UvmWatcher,
-        value: u64,
-        prepared: &Prepared,
-        imm: Option<u32>,
-        options: &Options,
-        done: Done,
-    ) -> Result<TransferId, Error> {
-        if !self.inner.watches(watcher) {
-            return Err(Error::argument("watcher", "another engine's came; each engine takes its own"));
-        }
-        let batch = self.batch(prepared, imm)?;
-        // Writes that wait for their word are not under way, and take no place of others.
-        let start = watcher.value() >= value;
-        self.submit_batch(batch, (done, options.deadline), start, |group, command| {
-            let number = group.addresses.first().map_or(0, |address| address.key().group);
-            let queue = (number, &group.commands, &self.inner.shared.gate);
-            self.inner.watchers()?.arm(watcher, value, queue, command)
-        })
     }
 }
 
@@ -437,4 +294,25 @@ fn linked(bundles: Vec<Bundle<'_>>, reads: bool) -> Vec<TargetRequest> {
         targets.push(last);
     }
     targets
+}
+
+/// One destination of an operation.
+pub(crate) fn target(
+    mut pieces: Vec<Piece>,
+    imm: Option<u32>,
+    src: Option<&MrHandle>,
+    keys: &GroupKeys,
+    policy: &Policy,
+) -> TargetRequest {
+    pieces.sort_by_key(|piece| piece.nic);
+    TargetRequest {
+        dst: Arc::clone(keys),
+        src: src.map(|handle| Arc::clone(&handle.registration)),
+        reads: false,
+        pieces: pieces.into(),
+        imm,
+        imm_nic: policy.only.unwrap_or(policy.first % policy.nics.max(1)),
+        lead: None,
+        after: 0,
+    }
 }

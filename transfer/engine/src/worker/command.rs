@@ -97,6 +97,22 @@ pub(crate) struct TargetRequest {
     pub after: usize,
 }
 
+impl TargetRequest {
+    /// No bytes and no immediate: only a connection.
+    pub fn connection(to: &NicAddr) -> Self {
+        Self {
+            dst: Arc::new([NicKey { address: to.clone(), base: 0, rkey: 0 }]),
+            src: None,
+            reads: false,
+            pieces: Arc::default(),
+            imm: None,
+            imm_nic: 0,
+            lead: None,
+            after: 0,
+        }
+    }
+}
+
 /// A region to be registered, and what each NIC's registrar has begun, if it has one.
 pub(crate) struct Wanted {
     pub region: Arc<Region>,
@@ -136,33 +152,50 @@ impl Drop for Posted {
     }
 }
 
-pub(crate) type Answer<T> = Arc<Once<Result<T, Error>>>;
-
-pub(crate) enum Command {
-    Write {
-        id: u64,
-        targets: Vec<TargetRequest>,
-        done: Done,
-        deadline: Instant,
-        /// When it was submitted, by the engine's doors.
-        stamp: u64,
-    },
+/// The work for an operation of a caller's: one variant for each kind that workers tell apart.
+pub(crate) enum Task {
+    /// Or to read, or only to connect.
+    Write(Vec<TargetRequest>),
     Message {
-        id: u64,
         to: NicAddr,
         pool: u32,
         bytes: Vec<u8>,
-        done: Done,
-        deadline: Instant,
-        stamp: u64,
     },
     Reset {
-        id: u64,
         imm: u32,
         peers: Vec<NicAddr>,
-        done: Done,
-        deadline: Instant,
     },
+}
+
+impl Task {
+    /// Is over when the connection to a peer stands.
+    pub fn connect(to: &NicAddr) -> Self {
+        Self::Write(vec![TargetRequest::connection(to)])
+    }
+
+    /// The destinations of writes.
+    pub fn targets(&self) -> &[TargetRequest] {
+        match self {
+            Self::Write(targets) => targets,
+            Self::Message { .. } | Self::Reset { .. } => &[],
+        }
+    }
+}
+
+/// An operation of a caller's, or the part of it that one device group carries.
+pub(crate) struct Operation {
+    pub id: u64,
+    pub task: Task,
+    pub done: Done,
+    pub deadline: Instant,
+    /// When it was submitted, by the engine's doors.
+    pub stamp: u64,
+}
+
+pub(crate) type Answer<T> = Arc<Once<Result<T, Error>>>;
+
+pub(crate) enum Command {
+    Start(Operation),
     Fence {
         peer: PeerKey,
         done: Done,

@@ -46,7 +46,7 @@ use crate::sys::os::EventFd;
 use crate::sys::queue::Queue;
 use crate::wire::descriptor::{Device, NicAddr, PeerKey, ProviderKind};
 use crate::worker::shared::Shared;
-use command::{Command, Posted, Wanted};
+use command::{Command, Operation, Posted, Task, Wanted};
 
 /// Work that waits for room on a NIC: operation, target, and the operation's id in case the slot has a new tenant.
 type Pending = (usize, usize, u64);
@@ -298,13 +298,13 @@ impl<N: Nic + ?Sized> Worker<N> {
 
     fn obey(&mut self, command: Command) {
         match command {
-            Command::Write { id, targets, done, deadline, stamp } => {
-                self.start_write(id, targets, (done, deadline), stamp);
-            }
-            Command::Message { id, to, pool, bytes, done, deadline, stamp } => {
-                self.start_message(id, &to, (pool, bytes), (done, deadline), stamp);
-            }
-            Command::Reset { id, imm, peers, done, deadline } => self.start_reset(id, imm, &peers, done, deadline),
+            Command::Start(Operation { id, task, done, deadline, stamp }) => match task {
+                Task::Write(targets) => self.start_write(id, targets, (done, deadline), stamp),
+                Task::Message { to, pool, bytes } => {
+                    self.start_message(id, &to, (pool, bytes), (done, deadline), stamp);
+                }
+                Task::Reset { imm, peers } => self.start_reset(id, imm, &peers, done, deadline),
+            },
             Command::Fence { peer, done, deadline } => self.start_fence(peer, done, deadline),
             Command::Announced { peer } => self.announced(peer),
             Command::Alias { region, reply } => {
