@@ -77,7 +77,7 @@ def test_serve_bench_loads_a_server_with_aiperf(found: dict[str, Any]) -> None:
     assert result["requests"] == 12
     no_text = result["errors"].pop("InvalidInferenceResultError", 0)  # the untrained model says tokens without text
     assert (result["errors"], no_text < 12, found["well"]["bench"]) == ({}, True, int(no_text > 0))
-    assert 0 < result["first_token_ms"]["p50"] <= result["first_token_ms"]["max"] < result["request_ms"]["max"]
+    assert 0 < result["first_token_ms"]["p50"] <= result["first_token_ms"]["max"] <= result["request_ms"]["max"]
     assert 0 < result["output_tokens"] <= 12 * 8
     assert [one["rank"] for one in result["server"]["ranks"]] == list(range(RANKS))
     assert sum(one["passes"] for one in result["server"]["ranks"]) >= 8

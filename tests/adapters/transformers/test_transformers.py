@@ -27,6 +27,7 @@ class Experts(torch.nn.Module):
 
     def forward(self, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         assert not rows.isnan().any()
+        assert (ids < 2).any(1).all(), "on a CPU, rows without a choice of this rank take time for nothing"
         factors = torch.where(ids < 2, (ids + 1 + 2 * self.rank) * weights, 0.0)
         return rows * factors.sum(1, keepdim=True)
 

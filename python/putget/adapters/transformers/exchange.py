@@ -78,21 +78,38 @@ class ExpertExchange:
         flat = received.flat
         local = flat.topk_ids.long() - self._first
         elsewhere = (local < 0) | (local >= self.num_local_experts)
-        # Slots without a token hold the rows of earlier rounds: zeros, so that no NaN of theirs reaches a sum.
+        unused = elsewhere.all(1, keepdim=True)
+        output = None
         try:
-            output = self.experts_forward(
-                flat.payloads[0].masked_fill(elsewhere.all(1, keepdim=True), 0),
-                local.masked_fill(elsewhere, self.num_local_experts),
-                flat.topk_weights.masked_fill(elsewhere, 0).to(weights.dtype),
-            )
+            if rows.device.type == "cpu":
+                # Nothing waits for this number there, and experts compute every row that they are given.
+                used = (~unused[:, 0]).nonzero()[:, 0]
+                if len(used):
+                    of_used = flat.payloads[0][used], local[used], elsewhere[used], flat.topk_weights[used]
+                    rounds.combine_input()[used] = self._experts_on(*of_used, weights.dtype)
+            else:
+                # Slots without a token hold the rows of earlier rounds: zeros, so that no NaN of theirs reaches a sum.
+                zeroed = flat.payloads[0].masked_fill(unused, 0)
+                output = self._experts_on(zeroed, local, elsewhere, flat.topk_weights, weights.dtype).contiguous()
         except BaseException:
             rounds.release()
             raise
-        output = output.to(rows.dtype).contiguous()
         began = time.perf_counter()
         combined = rounds.combine(output, name="the experts' output")
         self.waited_s += time.perf_counter() - began
         return combined
+
+    def _experts_on(
+        self,
+        rows: torch.Tensor,
+        local: torch.Tensor,
+        elsewhere: torch.Tensor,
+        weights: torch.Tensor,
+        weights_dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """The weighted sums of this rank's experts for rows, some of whose choices are experts elsewhere."""
+        ids = local.masked_fill(elsewhere, self.num_local_experts)
+        return self.experts_forward(rows, ids, weights.masked_fill(elsewhere, 0).to(weights_dtype)).to(rows.dtype)
 
     @property
     def all_to_all(self) -> AllToAll | None:
