@@ -20,7 +20,17 @@ from putget_serve.parent import Parent
 from putget_serve.settings import APP_MODULES, Settings, claimed
 
 # Imported once for all ranks: it takes seconds of a core. A package that is missing is an error of the rank.
-_PRELOADED = ("putget_serve.server", "transformers", *APP_MODULES, "fastapi.responses", "uvicorn")
+_PRELOADED = (
+    "putget_serve.server",
+    "transformers",
+    *APP_MODULES,
+    "fastapi.responses",
+    "uvicorn",
+    "transformers.modeling_utils",
+    "transformers.integrations.hub_kernels",
+    "transformers.image_processing_utils",
+    "transformers.generation.continuous_batching",
+)
 _END_S = 15.0  # requests that are under way end meanwhile
 _LOOK_S = 0.5
 _JOIN_S = 120.0  # until all ranks have said whether they can go on with new processes
