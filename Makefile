@@ -19,6 +19,7 @@ UV := $(or $(shell command -v uv 2>/dev/null),$(CURDIR)/.tools/uv)
 # The machine's Python is used, never a downloaded one.
 UV_ENV := UV_PYTHON_DOWNLOADS=never
 INSTALLED := .venv/.installed
+SERVED := .venv/.served
 CPP_FILES = $(shell find native tests -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
 .PHONY: help demo test test-python test-engines engines build spin libfabric transfer transfer-package transfer-tests transfer-verbs proofs soak lint lint-ruff lint-format lint-types lint-cpp lint-spelling lint-transfer docs lint-docs format \
@@ -27,7 +28,7 @@ CPP_FILES = $(shell find native tests -name '*.h' -o -name '*.cuh' -o -name '*.c
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: build ## Run the main job: 8 CPU ranks, or this machine's GPUs (DEMO_ARGS=...)
+demo: build $(SERVED) ## Run the main job: 8 CPU ranks, or this machine's GPUs, then serve a prompt (DEMO_ARGS=...)
 	@$(BIN)/python -m putget demo $(DEMO_ARGS)
 
 test: transfer test-python ## Run the tests; those marked gpu skip where there is no GPU (WORKERS=2 PYTEST_ARGS=...)
@@ -60,6 +61,12 @@ $(INSTALLED): pyproject.toml | $(UV)
 	@$(UV_ENV) $(UV) pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable . \
 	  --config-settings=wheel.cmake=false --config-settings=editable.mode=inplace
 	@touch $@
+
+# The demo's last part serves a prompt, and says what it lacks where this cannot be had.
+$(SERVED): $(INSTALLED)
+	@echo "Installing transformers and FastAPI, with which the demo serves a prompt, into .venv"
+	@$(UV_ENV) $(UV) pip install --quiet --python $(BIN)/python -r pyproject.toml --extra serve && touch $@ \
+	  || echo "They could not be installed: the demo leaves its last part out"
 
 $(CURDIR)/.tools/uv:
 	@$(PYTHON) scripts/bootstrap_uv.py .tools

@@ -1,4 +1,7 @@
-"""`putget demo`: a DeepSeek-V3-shaped layer on the ranks that this machine offers, checked, with a table and a plot."""
+"""`putget demo`: a DeepSeek-V3-shaped layer on the ranks that this machine offers, checked, with a table and a plot.
+
+Behind it one prompt goes through `putget serve`, where this process starts the ranks itself.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any
 from rich.table import Table
 
 from putget import hardware
-from putget_bench import launch, plot, report
+from putget_bench import demo_serve, launch, plot, report
 from putget_bench.demo_layer import INTERMEDIATE_SIZE, TOLERANCE, run_layer
 from putget_bench.outputs import PICTURES, check_writable
 from putget_bench.parser import build_parser
@@ -74,7 +77,8 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
         console.print(f"Plot: {path.resolve()}", soft_wrap=True)
     if exit_code:
         console.print("FAILED: see MISMATCH above.")
-    return exit_code
+        return exit_code
+    return exit_code if launch.world_size() is not None else demo_serve.run(console)
 
 
 def _settings(args: argparse.Namespace) -> Settings:

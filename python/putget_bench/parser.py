@@ -235,7 +235,7 @@ def _add_commit(parser: argparse.ArgumentParser) -> None:
 def _add_demo(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Runs dispatch, experts and combine of a DeepSeek-V3-shaped layer, checks every size against a dense "
-        "reference, and shows a table and a plot."
+        "reference, and shows a table and a plot. Then four CPU ranks of putget serve answer a prompt."
     )
     parser.add_argument("--ep_size", type=int, metavar="N", help="ranks (the GPUs here if there are two or more, or 8)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where (%(default)s)")

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from putget import hardware
-from putget_bench import cli, environment, profiles, report
+from putget_bench import cli, demo_serve, environment, profiles, report
 
 Command = Callable[[str], str]
 ROOT = Path(__file__).parents[2]
@@ -189,7 +189,8 @@ def test_roofline(putget: Command, tmp_path: Path) -> None:
         assert re.search(rf"^ +{kind} +\d", printed, re.MULTILINE)
 
 
-def test_demo(putget: Command, tmp_path: Path) -> None:
+def test_demo(putget: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo_serve, "why_not", lambda: "no reason")  # test_demo_serve.py has the rest
     plot_path = tmp_path / "demo.png"
     printed = putget(f"demo --device cpu --ep_size 2 --plot {plot_path}")
     for tokens in (1, 4, 16, 64):
@@ -200,6 +201,7 @@ def test_demo(putget: Command, tmp_path: Path) -> None:
     assert "saved" in printed
     assert f"Plot: {plot_path}" in printed
     assert plot_path.stat().st_size > 10_000
+    assert printed.endswith("One prompt through putget serve is left out: no reason.\n")
 
 
 @pytest.mark.gpu

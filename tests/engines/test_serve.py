@@ -135,6 +135,25 @@ def test_streams_of_other_ranks_go_on_when_a_rank_is_killed_and_joins_again(foun
     require_survived(found, 1)
 
 
+def test_the_demo_serves_a_prompt_of_a_model_that_it_has_trained(tmp_path: Path) -> None:
+    """In steps that take seconds; the second run finds the model, and leaves it as it is."""
+    program = """
+import sys
+from putget_bench import demo_serve, progress
+sys.exit(demo_serve.run(progress.make_console()))
+"""
+    record = tmp_path / "putget" / "demo" / "model" / "trained.json"
+    trained = []
+    for _ in range(2):
+        out = run("transformers", "-c", program, XDG_CACHE_HOME=str(tmp_path))
+        assert "The model goes on as the text that it was trained on." in out
+        trained.append((record.stat().st_mtime_ns, record.read_text()))
+    assert trained[0] == trained[1]
+    found = json.loads(trained[0][1])
+    assert found["goes_on"] is True
+    assert found["steps"] <= 100
+
+
 @pytest.mark.soak
 def test_ranks_that_are_killed_at_random_moments_take_no_other_stream_along(tmp_path: Path) -> None:
     """In every second round, another rank stands still for a second before."""

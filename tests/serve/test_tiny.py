@@ -20,3 +20,12 @@ def test_texts_that_are_not_there_are_named(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"no\.md is no file"):
             train("qwen3_moe", tmp_path / "model", by_heart, texts)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_prompt_of_another_text_and_no_steps_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "text.md").write_text("some words")
+    with pytest.raises(ValueError, match=r"prompt 'no such words of it' is not in .*text\.md"):
+        train("qwen3_moe", tmp_path / "model", tmp_path / "text.md", prompt="no such words of it")
+    with pytest.raises(ValueError, match="most_steps is 0, expected 1 or more"):
+        train("qwen3_moe", tmp_path / "model", tmp_path / "text.md", most_steps=0)
+    assert [path.name for path in tmp_path.iterdir()] == ["text.md"]
