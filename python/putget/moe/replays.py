@@ -21,8 +21,11 @@ class _Memory:
 
     def __init__(self, device: torch.device) -> None:
         self._inputs: dict[int, Tensor] = {}
-        self.pool = torch.cuda.graph_pool_handle()
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # torch gives a pool up with its last graph, and then takes its name for a mistake. So one graph stays.
+        word = torch.zeros(1, device=device)
+        self._keeper = self.capture(word.zero_)[0]
 
     def input(self, tokens: int, hidden_size: int, device: torch.device) -> Tensor:
         """[tokens, hidden_size] bfloat16, zeros at first."""
@@ -31,6 +34,14 @@ class _Memory:
             # Graphs that were captured with the smaller one keep it.
             held = self._inputs[hidden_size] = torch.zeros(tokens, hidden_size, dtype=torch.bfloat16, device=device)
         return held[:tokens]
+
+    def capture(self, work: Callable[[], Tensor]) -> tuple[Any, Tensor]:
+        """The graph of some work, and its result."""
+        graph = torch.cuda.CUDAGraph()
+        # The mode of one thread: what others do meanwhile does not end the capture.
+        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+            result = work()
+        return graph, result
 
 
 _memories: weakref.WeakKeyDictionary[Workspace, _Memory] = weakref.WeakKeyDictionary()
@@ -103,7 +114,8 @@ class Replays:
             self._fill(size, x, num_valid_tokens)
             return self._run(size.x, size.valid, busiest)[:num_tokens]
         if size.graph is None:
-            self._capture(size, busiest)
+            capture = _memories[self._workspace].capture
+            size.graph, size.result = capture(lambda: self._run(size.x, size.valid, busiest))
         else:
             self._begin()
         self._fill(size, x, num_valid_tokens)
@@ -137,14 +149,6 @@ class Replays:
         elif size.valid_now != num_tokens:
             size.valid.fill_(num_tokens)
             size.valid_now = num_tokens
-
-    def _capture(self, size: _Size, busiest: int | None) -> None:
-        memory = _memories[self._workspace]
-        graph = torch.cuda.CUDAGraph()
-        # The mode of one thread: what others do meanwhile does not end the capture.
-        with torch.cuda.graph(graph, memory.pool, memory.stream, capture_error_mode="thread_local"):
-            size.result = self._run(size.x, size.valid, busiest)
-        size.graph = graph
 
 
 def _power_of_two(number: int) -> int:
