@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from putget_transfer.adapters import router
@@ -163,22 +164,22 @@ class OneByOne:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.prefiller, name)
 
-    def begin_step(self, step: int, work: list[Any]) -> None:
+    def begin_step(self, step: int, work: list[Any], stream: Any) -> None:
         self.calls += "r" if len(work) > 1 else "b"
         if len(work) > 1:
             raise ValueError("one of them is over")
-        self.prefiller.begin_step(step, work)
+        self.prefiller.begin_step(step, work, stream)
 
-    def layer_done(self, layer: int) -> None:
+    def layer_done(self, layer: int, stream: Any) -> None:
         self.calls += str(layer)
-        self.prefiller.layer_done(layer)
+        self.prefiller.layer_done(layer, stream)
 
 
 def a_refused_step_leaves_when_it_is_computed(model: Path) -> None:
     """A later step would say that an earlier one is computed, so none begins before the last layer."""
     prefill, decode = pair(model)
     decode_first(prefill, decode, "abc", sources_of(prefill))
-    watched = prefill.worker.worker.prefiller = OneByOne(prefill.worker.worker.prefiller)
+    watched = prefill.worker.worker.steps.prefiller = OneByOne(prefill.worker.worker.prefiller)
     prefill_now(prefill, "abc")
     step_until_idle(prefill, decode)
     check(model, decode)
@@ -187,6 +188,24 @@ def a_refused_step_leaves_when_it_is_computed(model: Path) -> None:
     assert refused, watched.calls
     # Two layers, the end of the step, and then each request's own step.
     assert all(calls.startswith("011b1b1") for calls in refused), watched.calls
+    prefill.close()
+    decode.close()
+
+
+def layers_of_a_captured_graph_are_reported(model: Path) -> None:
+    """Metadata is there while a prefill server captures a graph, so that vLLM calls the connector for its layers."""
+    assert not adapter.PutgetConnector.requires_piecewise_for_cudagraph({})
+    prefill, decode = pair(model)
+    calls: list[tuple[int, object]] = []
+    steps = prefill.worker.worker.steps
+    steps.prefiller = SimpleNamespace(layer_done=lambda *call: calls.append(call))
+    for captures in (False, True):
+        steps.captures = lambda captures=captures: captures
+        assert prefill.worker.has_connector_metadata() == captures
+        assert not decode.worker.has_connector_metadata()
+        for name in steps.index:
+            prefill.worker.save_kv_layer(name, None, None)
+    assert calls == [(0, None), (1, None)], calls
     prefill.close()
     decode.close()
 
@@ -362,6 +381,7 @@ CASES: tuple[Callable[[Path], None], ...] = (
     a_preempted_prefill_goes_on,
     a_preempted_decode_is_computed_again,
     a_refused_step_leaves_when_it_is_computed,
+    layers_of_a_captured_graph_are_reported,
     a_stream_goes_to_the_next_prefill_server,
     aborts_give_blocks_back,
     an_abort_before_the_question_is_told,

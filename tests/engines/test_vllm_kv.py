@@ -22,6 +22,7 @@ CASES = (
     "a_preempted_prefill_goes_on",
     "a_preempted_decode_is_computed_again",
     "a_refused_step_leaves_when_it_is_computed",
+    "layers_of_a_captured_graph_are_reported",
     "a_stream_goes_to_the_next_prefill_server",
     "aborts_give_blocks_back",
     "an_abort_before_the_question_is_told",

@@ -24,12 +24,12 @@ NVLINK = ROOT / "transfer/engine/src/providers/nvlink"
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def run_with(libraries: Path | None) -> None:
-    """Run `kv_words` in a process of its own, because a process keeps the driver that it has found."""
+def run_with(libraries: Path | None, module: str = "tests.transfer.kv_words") -> None:
+    """Run a module in a process of its own, because a process keeps the driver that it has found."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
     if libraries:
         environment["LD_LIBRARY_PATH"] = str(libraries)
-    command = [sys.executable, "-m", "tests.transfer.kv_words"]
+    command = [sys.executable, "-m", module]
     ran = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=5 * WAIT_S, check=False
     )

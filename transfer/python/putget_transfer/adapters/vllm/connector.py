@@ -22,7 +22,8 @@ from putget_transfer.adapters.vllm.worker import Worker
 class PutgetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Moves the KV caches of prompts from prefill servers to decode servers, layer by layer.
 
-    `save_kv_layer` only says that a layer is computed. Its pages leave without Python.
+    `save_kv_layer` only says that a layer is computed: by one store, or by one kernel that graphs may capture. Its
+    pages leave without Python.
     """
 
     _cache_hit_source = CacheHitSource.P2P
@@ -83,6 +84,10 @@ class PutgetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().bind_connector_metadata(connector_metadata)
         assert self.worker is not None
         self.worker.begin(connector_metadata)
+
+    def has_connector_metadata(self) -> bool:
+        """Return True also while a graph is captured: then its layers report whichever step replays it."""
+        return super().has_connector_metadata() or (self.worker is not None and self.worker.reports())
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Ask prefill servers for prompts, and hand prefills over. It waits for nothing."""

@@ -15,6 +15,7 @@ from putget_transfer.adapters.options import Options
 from putget_transfer.adapters.vllm.layers import Layers
 from putget_transfer.adapters.vllm.metadata import Ask, Handshake, Metadata, source_of
 from putget_transfer.adapters.vllm.stats import Stats
+from putget_transfer.adapters.vllm.steps import Steps
 
 logger = init_logger(__name__)
 
@@ -31,13 +32,8 @@ class Worker:
         self.layers: Layers
         self.prefiller: kv.Prefiller | None = None
         self.decoder: kv.Decoder | None = None
-        self.step = 0
-        self.computes = False
-        """A step of prefills is under way."""
-        self.stream: Any = None
-        """Finds the stream of a GPU's kernels; None on a CPU, where a layer is computed when its call returns."""
-        self.late: list[tuple[str, int, list[list[int]]]] = []
-        """Work of a step that leaves when the step is over."""
+        self.steps: Steps | None = None
+        """The forward steps of a prefill rank."""
         self.handed: dict[str, str] = {}
         """Names of prefills whose blocks wait, and their requests."""
         self.ended: set[str] = set()
@@ -53,14 +49,11 @@ class Worker:
         device = next(iter(tensors.values())).device
         name = "cpu" if device.type == "cpu" else f"cuda:{device.index or 0}"
         self.engine = self.options.engine(name)
-        if device.type != "cpu":
-            import torch
-
-            self.stream = torch.accelerator.current_stream
         self.layers = Layers(self.engine, self.config, self.kv_cache_config, tensors, self.rank)
         transfer, most = self.config.kv_transfer_config, self.options.max_requests
         if transfer.is_kv_producer:
             self.prefiller = kv.Prefiller(self.layers.cache, lease_s=self.options.lease_s, max_requests=most)
+            self.steps = self.steps_on(device)
         if transfer.is_kv_consumer:
             self.decoder = kv.Decoder(self.layers.cache, max_requests=most, confirm_s=self.options.confirm_s)
         logger.info("putget moves this cache:\n%s", self.layers.cache.describe())
@@ -81,47 +74,40 @@ class Worker:
                         self.prefiller.fail(name, "its blocks were taken away")
                 time.sleep(0.0001)
 
+    def steps_on(self, device: Any) -> Steps:
+        """Return the steps of a device's layers, before the first."""
+        assert self.prefiller is not None
+        if device.type == "cpu":
+            return Steps(self.prefiller, self.layers.index)
+        import torch
+
+        return Steps(
+            self.prefiller,
+            self.layers.index,
+            stream=torch.cuda.current_stream,
+            captures=torch.cuda.is_current_stream_capturing,
+            # Two halves of a batch that take turns call each layer twice, on streams of their own.
+            by_layer=not self.config.parallel_config.use_ubatching,
+        )
+
     def begin(self, metadata: Metadata) -> None:
         """Say what the next forward step computes."""
-        if self.prefiller is None or not metadata.work:
-            return
-        self.step += 1
-        self.computes = True
-        work = [(one.name, one.tokens, self.layers.pages(one.blocks)) for one in metadata.work]
-        try:
-            self.prefiller.begin_step(self.step, work)
-        except (ValueError, pt.EngineBusy) as error:
-            # One of them is not to stop the others. Each gets a step of its own, and a later step would say that
-            # an earlier one is computed: so they leave when they are.
-            logger.warning("a step of prefills: %s. Each leaves alone when it is computed", error)
-            self.late = work
+        if self.steps is not None and metadata.work:
+            self.steps.begin([(one.name, one.tokens, self.layers.pages(one.blocks)) for one in metadata.work])
 
-    def send_late(self) -> None:
-        """Let what is computed leave, one request after the other; one that cannot fails."""
-        assert self.prefiller is not None
-        for work in self.late:
-            self.step += 1
-            try:
-                self.prefiller.begin_step(self.step, [work])
-            except (ValueError, pt.EngineBusy) as error:
-                logger.warning("%s: it is not handed over: %s", work[0], error)
-            else:
-                self.prefiller.layer_done(len(self.layers.index) - 1)
-        self.late = []
+    def reports(self) -> bool:
+        """Return whether layers of this pass are to be reported: those of a graph that is captured are, too."""
+        return self.steps is not None and self.steps.reports()
 
     def layer_done(self, name: str) -> None:
-        """Say that a layer is computed, where that is so."""
-        if self.prefiller is not None and self.computes and self.stream is None and name in self.layers.index:
-            self.prefiller.layer_done(self.layers.index[name])
+        """Say that a layer is computed."""
+        if self.steps is not None:
+            self.steps.layer_done(name)
 
     def step_done(self) -> None:
         """Say that all layers are computed, also those without attention."""
-        if self.prefiller is not None and self.computes:
-            self.computes = False
-            if self.stream is not None:
-                self.stream().synchronize()
-            self.prefiller.layer_done(len(self.layers.index) - 1)
-            self.send_late()
+        if self.steps is not None:
+            self.steps.end()
 
     def start(self, metadata: Metadata) -> None:
         """Do what the scheduler's half has asked for."""
