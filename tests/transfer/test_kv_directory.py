@@ -113,6 +113,24 @@ def test_a_member_that_starts_again_takes_its_name_over(place: Place) -> None:
     assert new.refusal is None
 
 
+def test_words_of_a_member_that_has_left_come_too_late(place: Place) -> None:
+    directory = kv.Directory(place.engine(), timeout_s=LONG_S, max_members=2)
+    client = place.client(directory)
+    for number in range(4):
+        member = client.join("p0" if number < 2 else f"p{number}", "prefill")
+        member.leave()
+        until(lambda: directory.entries() == [])
+        # Messages have no order.
+        assert client._ask("here", LONG_S, entry=member.entry.encode()) == [
+            {"number": client._number, "of": 0, "refusal": "it has left"}
+        ]
+        assert directory.entries() == []
+    # No more are remembered than there may be members.
+    assert list(directory._left) == ["p2", "p3"]
+    client.join("p3", "decode")
+    assert names(directory.entries("decode")) == ["p3"]
+
+
 def test_a_directory_that_starts_again_knows_everybody(place: Place) -> None:
     engine = place.engine()
     first = kv.Directory(engine, timeout_s=SHORT_S)

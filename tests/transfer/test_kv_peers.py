@@ -5,11 +5,14 @@ Memory, threads and files stay bounded. The soak has 64 of each side and 1,000 j
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
 import random
+import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -33,16 +36,35 @@ MOST_KIB = 16 << 10
 """The memory that all joins and leaves after the first quarter may leave behind."""
 
 
-def until(condition: Callable[[], bool]) -> None:
+def until(what: str, condition: Callable[[], bool], found: Callable[[], object]) -> None:
+    """Wait for something; if it does not come, fail with what was waited for, and what was found in its place."""
     end = time.monotonic() + WAIT_S
     while not condition():
-        assert time.monotonic() < end
+        if time.monotonic() > end:
+            pytest.fail(f"waited {WAIT_S:g} s in vain: {what}; found: {found()}")
         time.sleep(0.002)
 
 
 def entries(kind: str) -> int:
     """The threads or open files of this process."""
     return len(os.listdir(f"/proc/self/{kind}"))
+
+
+def kinds() -> Counter[str]:
+    """The threads of this process by their names, and its open files by what they lead to."""
+    found: Counter[str] = Counter()
+    for at in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{at}/comm") as file:
+            found[f"thread {file.read().strip()}"] += 1
+    for at in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found[f"file {re.sub('[0-9]+', '', os.readlink(f'/proc/self/fd/{at}'))}"] += 1
+    return found
+
+
+def counts(text: str) -> list[str]:
+    """The lines of metrics that are not 0, without histograms."""
+    return [line for line in text.splitlines() if not re.search(r"^#|_bucket|_seconds| 0(\.0)?$", line)]
 
 
 class Mallinfo(ctypes.Structure):
@@ -64,7 +86,7 @@ class Peer:
     """A rank of either side, with an engine of its own, known to the directory."""
 
     def __init__(self, engine: pt.Engine, directory: bytes, name: str, role: str) -> None:
-        self.engine, self.name = engine, name
+        self.engine, self.name, self.role = engine, name, role
         self.pages = np.zeros([LAYERS, PAGES, TOKENS, BYTES], dtype=np.uint8)
         common = {"layout": "LBNC", "page_tokens": TOKENS, "num_kv_heads": 1, "packed": False, "context_bytes": 8}
         cache = kv.KvCache(engine, {"model": self.pages}, **common)
@@ -76,12 +98,21 @@ class Peer:
         self.directory = kv.DirectoryClient(engine, directory)
         self.member = self.directory.join(name, role, source=self.prefiller.source() if role == "prefill" else b"")
 
-    def ask(self, name: str, prefill: str) -> kv.Receive:
+    def found(self) -> tuple[object, ...]:
+        """Say how it stands: for a condition that does not come to hold."""
+        side = self.prefiller if self.role == "prefill" else self.decoder
+        return self.name, counts(side.metrics_text()), counts(self.engine.metrics_text())
+
+    def ask(self, name: str, prefill: Peer) -> kv.Receive:
         """Ask a prefiller that the directory knows; return once it has accepted."""
-        (source,) = (one.source for one in self.directory.entries("prefill") if one.name == prefill)
+        (source,) = (one.source for one in self.directory.entries("prefill") if one.name == prefill.name)
         sources = self.decoder.sources([source])
         receive = self.decoder.request(sources, name, [list(range(COUNT))], tokens=COUNT * TOKENS)
-        until(lambda: receive.state != "asked")
+        until(
+            f"{prefill.name} answers {self.name}'s request {name}",
+            lambda: receive.state != "asked",
+            lambda: (receive.state, self.found(), prefill.found()),
+        )
         assert receive.state == "accepted", receive.reason
         return receive
 
@@ -95,7 +126,11 @@ class Peer:
         self.prefiller.layer_done(LAYERS - 1)
         self.prefiller.finish(name)
         ends: list[tuple[str, str]] = []
-        until(lambda: bool(ends.extend(self.prefiller.poll()) or ends))
+        until(
+            f"the pages of {name} come back to {self.name}",
+            lambda: bool(ends.extend(self.prefiller.poll()) or ends),
+            self.found,
+        )
         assert [one for one, _ in ends] == [name]
 
 
@@ -120,14 +155,18 @@ class Cluster:
     def leave(self, role: str, at: int) -> None:
         peer = self.peers[role].pop(at)
         peer.member.leave()
-        until(lambda: peer.name not in [one.name for one in self.directory.entries()])
+        until(
+            f"{peer.name} is out of the directory",
+            lambda: peer.name not in [one.name for one in self.directory.entries()],
+            lambda: (peer.found(), counts(self.own.metrics_text())),
+        )
         peer.engine.close()
 
     def request(self, prefill: Peer, decode: Peer) -> None:
         """Move a request between two of them."""
         self.number += 1
         name, value = f"r{self.number}", 1 + self.number % 250
-        receive = decode.ask(name, prefill.name)
+        receive = decode.ask(name, prefill)
         prefill.begin(name, value)
         prefill.finish(name)
         receive.wait(WAIT_S)
@@ -139,7 +178,7 @@ class Cluster:
         self.number += 1
         name, other = f"r{self.number}", self.random.choice(self.peers[ROLES[role == "prefill"]])
         prefill, decode = (self.peers[role][at], other) if role == "prefill" else (other, self.peers[role][at])
-        receive = decode.ask(name, prefill.name)
+        receive = decode.ask(name, prefill)
         prefill.begin(name, 251)
         self.leave(role, at)
         if role == "decode":
@@ -147,7 +186,11 @@ class Cluster:
             return
         with pytest.raises(kv.ReceiveFailed):
             receive.wait(WAIT_S)
-        until(lambda: other.decoder.quarantined == 0)
+        until(
+            f"{other.name} releases the pages of {name}, whose prefiller {prefill.name} has left",
+            lambda: other.decoder.quarantined == 0,
+            lambda: (receive.state, receive.reason, other.found()),
+        )
         _, failed, released = other.decoder.poll()
         assert ([number for number, _ in failed], released) == ([receive.number], [receive.number])
 
@@ -166,16 +209,20 @@ class Cluster:
         self.request(pair["prefill"], pair["decode"])
 
     def close(self) -> None:
-        for peer in (*self.peers["prefill"], *self.peers["decode"]):
-            peer.engine.close()
+        for role in ROLES:
+            for at in reversed(range(len(self.peers[role]))):
+                # Its thread that tells the directory ends with that: those of the next test are counted.
+                self.leave(role, at)
         self.own.close()
 
 
 @pytest.fixture(params=["sim", "tcp"])
 def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    before = entries("task")
     cluster = Cluster(str(request.param))
     yield cluster
     cluster.close()
+    until(f"at most {before} threads are left", lambda: entries("task") <= before, kinds)
 
 
 def come_and_go(cluster: Cluster, each: int, turns: int) -> list[tuple[int, int, int]]:
@@ -193,6 +240,7 @@ def come_and_go(cluster: Cluster, each: int, turns: int) -> list[tuple[int, int,
     first = [cluster.peers[role][0] for role in ROLES]
     cluster.request(*first)
     _, threads, files = note()
+    first_kinds = kinds()
     # A prefiller's thread that arms begins with its first request, so that later there may be more, up to these.
     most = alone + each * (threads - alone)
     for role in ROLES:
@@ -202,13 +250,17 @@ def come_and_go(cluster: Cluster, each: int, turns: int) -> list[tuple[int, int,
         if at == turns // 4:
             note()
         cluster.turn(at)
-    until(lambda: entries("task") <= most)
+    until(f"at most {most} threads", lambda: entries("task") <= most, kinds)
     note()
     for role in ROLES:
         while len(cluster.peers[role]) > 1:
             cluster.leave(role, 1)
     cluster.request(*first)
-    until(lambda: (entries("task"), entries("fd")) == (threads, files))
+    until(
+        f"{threads} threads and {files} files, as at first",
+        lambda: (entries("task"), entries("fd")) == (threads, files),
+        lambda: (kinds() - first_kinds, first_kinds - kinds()),
+    )
     note()
     assert len(cluster.directory.entries()) == 2
     assert found[2][0] - found[1][0] < MOST_KIB

@@ -123,6 +123,8 @@ class Directory:
         self._engine, self._timeout_s, self._max_members = engine, timeout_s, max_members
         self._lock = threading.Lock()
         self._entries: dict[str, tuple[Entry, float]] = {}
+        self._left: dict[str, tuple[int, float]] = {}
+        """When members began that have left, and how long that is remembered: what they said before may come later."""
         self._pool = _receive(engine, self._hear)
 
     @property
@@ -143,6 +145,8 @@ class Directory:
         for name in [name for name, (_, until) in self._entries.items() if until <= now]:
             _LOG.warning("%s was not heard of for %g s and is forgotten", name, self._timeout_s)
             del self._entries[name]
+        for name in [name for name, (_, until) in self._left.items() if until <= now]:
+            del self._left[name]
 
     def _hear(self, peer: NetAddr, message: dict[str, Any]) -> None:
         kind, pool, number = message["kind"], int(message["answers"]), message["number"]
@@ -161,6 +165,8 @@ class Directory:
         """Take an entry, or return why not."""
         with self._lock:
             self._forget()
+            if entry.began_ns <= self._left.get(entry.name, (-1, 0.0))[0]:
+                return "it has left"
             before = self._entries.get(entry.name)
             if before is None and len(self._entries) >= self._max_members:
                 return f"there are {self._max_members} members"
@@ -174,6 +180,9 @@ class Directory:
             before = self._entries.get(entry.name)
             if before is not None and before[0].began_ns == entry.began_ns:
                 del self._entries[entry.name]
+                if len(self._left) >= self._max_members:
+                    del self._left[next(iter(self._left))]
+                self._left[entry.name] = entry.began_ns, time.monotonic() + self._timeout_s
         return None
 
     def _answer(self, peer: NetAddr, pool: int, answer: dict[str, Any]) -> None:
