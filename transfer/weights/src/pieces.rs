@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crate::area::Area;
 use crate::model::{BLOCK, Cell, Dtype, Layout, Param, Recipe, Slot};
-use crate::schedule::Dest;
+use crate::schedule::{ALIGNMENT, Dest, are_scales_of};
 
 /// Pieces of fewer bytes on average are brought together first, where the trainers can.
 const SMALL_BYTES: u64 = 4096;
@@ -28,6 +28,12 @@ impl Piece {
     pub fn num_bytes(&self) -> u64 {
         self.area.volume() * self.dtype.bytes()
     }
+
+    /// Whether it has the scales of another piece's values: whoever sends those sends it as well.
+    pub fn belongs_to(&self, values: &Self) -> bool {
+        let same = (self.param, self.gathered) == (values.param, values.gathered) && self.holders == values.holders;
+        same && are_scales_of((self.recipe, &self.area), (values.recipe, &values.area))
+    }
 }
 
 /// One area that several slots want alike.
@@ -42,10 +48,34 @@ fn wanted<'a>(slots: &[(Dest, &'a Slot)], replicas: u32, replica_size: u32) -> W
     wanted
 }
 
-/// Steps at which an area may be cut.
+/// Steps at which an area of elements may be cut.
 fn steps(recipe: Recipe, dimensions: usize) -> Vec<u64> {
-    let block = |at: usize| if matches!(recipe, Recipe::Values(_)) && at + 2 >= dimensions { BLOCK } else { 1 };
+    let block = |at: usize| if recipe != Recipe::Copy && at + 2 >= dimensions { BLOCK } else { 1 };
     (0..dimensions).map(block).collect()
+}
+
+/// Cuts an area into parts of about so many bytes, at least `shared` of them where they stay long enough. Values and scales of the same
+/// blocks are cut alike, so that a task has both: bytes are then those of both.
+fn parts(recipe: Recipe, dtype: Dtype, area: Area, shape: &[u64], holders: u64, task_bytes: u64) -> Vec<Area> {
+    let elements = match recipe {
+        Recipe::Scales(_) => area.of_blocks(BLOCK, shape),
+        _ => area,
+    };
+    let bytes = match recipe {
+        Recipe::Copy => elements.volume() * dtype.bytes(),
+        _ => {
+            let [values, scales] = [Dtype::Float8E4m3fn, Dtype::Float32].map(Dtype::bytes);
+            let scales = elements.blocks(BLOCK).volume() * scales;
+            elements.volume() * values + scales.next_multiple_of(ALIGNMENT)
+        }
+    };
+    let shared = (bytes / SHARED_BYTES).min(holders);
+    let steps = steps(recipe, elements.size.len());
+    let parts = elements.split(bytes.div_ceil(task_bytes).max(shared), &steps).into_iter();
+    match recipe {
+        Recipe::Scales(_) => parts.map(|part| part.blocks(BLOCK)).collect(),
+        _ => parts.collect(),
+    }
 }
 
 /// The cells as areas of what the recipe's slots lie in: elements or blocks.
@@ -93,8 +123,8 @@ pub(crate) fn pieces(
         return Err("blocks of 128 x 128 cross its shards, and the trainers cannot bring it together".into());
     }
     let all: Arc<[u32]> = if direct { Arc::default() } else { param.layout.holders().into() };
+    let first = out.len();
     for ((recipe, dtype, area), dests) in wanted {
-        let steps = steps(recipe, area.size.len());
         let cells = if direct {
             cells_of(recipe, &param.layout)
         } else {
@@ -102,13 +132,23 @@ pub(crate) fn pieces(
         };
         for cell in cells {
             let Some(area) = cell.area.meet(area) else { continue };
-            let bytes = area.volume() * dtype.bytes();
-            let shared = (bytes / SHARED_BYTES).min(cell.holders.len() as u64);
-            for area in area.split(bytes.div_ceil(task_bytes).max(shared), &steps) {
+            for area in parts(recipe, dtype, area, &param.shape, cell.holders.len() as u64, task_bytes) {
                 let (holders, dests) = (Arc::clone(&cell.holders), dests.clone());
                 out.push(Piece { param: number, recipe, dtype, area, gathered: !direct, holders, dests });
             }
         }
+    }
+    // Scales come right behind the values of their blocks.
+    let blocks = |piece: &Piece| match piece.recipe {
+        Recipe::Values(_) => piece.area.blocks(BLOCK),
+        _ => piece.area.clone(),
+    };
+    let scale = |piece: &Piece| match piece.recipe {
+        Recipe::Values(scale) | Recipe::Scales(scale) => Some(scale),
+        Recipe::Copy => None,
+    };
+    if let Some(own) = out.get_mut(first..).filter(|own| own.iter().any(|piece| piece.recipe != Recipe::Copy)) {
+        own.sort_by_cached_key(|piece| (scale(piece), blocks(piece), piece.recipe));
     }
     Ok(())
 }

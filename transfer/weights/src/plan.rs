@@ -10,10 +10,10 @@ use crate::balance::senders;
 use crate::model::{Layout, Param, Slot, Target};
 use crate::pieces::{Piece, pieces};
 use crate::runs::runs;
-use crate::schedule::{ALIGNMENT, Dest, Item, Schedule, Task};
+use crate::schedule::{ALIGNMENT, Dest, Item, Schedule, Task, are_scales_of};
 
 /// Planners of other numbers plan differently.
-const PLANNER: u32 = 1;
+const PLANNER: u32 = 2;
 /// Names that an error shows.
 const SHOWN: usize = 8;
 /// More than any cluster has: bounds what a description can ask for.
@@ -24,7 +24,7 @@ const MOST_RANKS: u32 = 1 << 16;
 pub struct PlanOptions {
     /// Replicas of the rollout ranks, all alike.
     pub replicas: u32,
-    /// Bytes that a task prepares at most, but for what cannot be cut.
+    /// Bytes that a task prepares at most, but for what cannot be cut, and the scales of such values.
     pub task_bytes: u64,
     /// Parameters that no slot needs to have.
     pub unused: HashSet<String>,
@@ -232,7 +232,12 @@ fn cut(rank: usize, mut items: Vec<Item>, group_of: &[u32], task_bytes: u64, tas
         let num_dests = item.dests.len().max(1);
         item.dests.rotate_left(rank % num_dests);
         let (bytes, own) = (item.num_bytes().next_multiple_of(ALIGNMENT), group(&item));
-        if open.as_ref().is_some_and(|task| task.group != own || task.num_bytes + bytes > task_bytes) {
+        let belongs = |last: &Item| {
+            last.param == item.param && are_scales_of((item.recipe, &item.area), (last.recipe, &last.area))
+        };
+        let joins = open.as_ref().and_then(|task| task.items.last()).is_some_and(belongs);
+        let full = |task: &Task| task.group != own || task.num_bytes + bytes > task_bytes;
+        if !joins && open.as_ref().is_some_and(full) {
             tasks.extend(open.take());
         }
         let task = open.get_or_insert_with(|| Task { group: own, ..Task::default() });

@@ -9,7 +9,7 @@ use crate::area::Area;
 use crate::model::{Cell, Dtype, Layout, Memory, Param, Recipe, Scale, Slot, Target};
 use crate::plan::{PlanOptions, plan};
 use crate::runs::runs;
-use crate::schedule::Schedule;
+use crate::schedule::{ALIGNMENT, Item, Schedule, are_scales_of};
 
 fn area(start: &[u64], size: &[u64]) -> Area {
     Area { start: start.into(), size: size.into() }
@@ -152,7 +152,11 @@ fn carry_out(schedule: &Schedule, options: &PlanOptions) {
     let mut counts = vec![0; schedule.num_targets()];
     for rank in 0..schedule.num_ranks() {
         for task in schedule.tasks(rank) {
-            assert!(task.num_bytes <= options.task_bytes || task.items.len() == 1, "{} bytes", task.num_bytes);
+            let is_scales = |item: &&Item| matches!(item.recipe, Recipe::Scales(_));
+            let scales: u64 =
+                task.items.iter().filter(is_scales).map(|item| item.num_bytes().next_multiple_of(ALIGNMENT)).sum();
+            let others = task.items.iter().filter(|item| !is_scales(item)).count();
+            assert!(task.num_bytes - scales <= options.task_bytes || others <= 1, "{} bytes", task.num_bytes);
             task.targets().iter().for_each(|target| counts[*target as usize] += 1);
             for item in &task.items {
                 let param = &schedule.params()[item.param as usize];
@@ -252,6 +256,49 @@ fn holders_of_copies_share_the_work() {
     assert!(most * 100 <= least * 105, "{sent:?}");
     assert_eq!(schedule.gathered(), 0);
     assert_eq!((0..3).map(|at| schedule.received(at).unwrap()).collect::<HashSet<_>>().len(), 1);
+}
+
+/// Values and scales of one parameter of `shape`, in slots that divide its columns over `ranks`.
+fn quantised_targets(shape: [u64; 2], ranks: u64) -> Vec<Target> {
+    let one = |rank: u64| {
+        let slot = |recipe: Recipe, dtype, memory| {
+            let mut area = Area::whole(&recipe.shape(&shape));
+            (area.start[1], area.size[1]) = chunk(area.size[1], ranks, rank);
+            packed("w", area, memory, 0, dtype, recipe)
+        };
+        let slots = vec![
+            slot(Recipe::Values(Scale::Float32), Dtype::Float8E4m3fn, 0),
+            slot(Recipe::Scales(Scale::Float32), Dtype::Float32, 1),
+        ];
+        let memory = |slot: &Slot| Memory { name: "w".into(), bytes: slot.end().unwrap() };
+        Target { memory: slots.iter().map(memory).collect(), slots }
+    };
+    (0..ranks).map(one).collect()
+}
+
+#[test]
+fn scales_travel_with_the_values_of_their_blocks() {
+    let shape = [4096, 512];
+    for (parts, copies, replicas) in [(1, 1, 1), (2, 1, 1), (2, 4, 3), (3, 2, 2)] {
+        let params = vec![bf16("w", &shape, sharded(&shape, 0, parts, copies, true))];
+        let options = PlanOptions { replicas, task_bytes: 100_000, unused: HashSet::new() };
+        let schedule = plan(params, quantised_targets(shape, 2), &options).unwrap();
+        let (mut pairs, mut bytes) = (0, 0);
+        for task in (0..schedule.num_ranks()).flat_map(|rank| schedule.tasks(rank)) {
+            let items: Vec<_> = task.items.iter().filter(|item| !item.dests.is_empty()).collect();
+            for pair in items.chunks(2) {
+                let [values, scales] = pair else { panic!("scales without values in {items:?}") };
+                assert!(are_scales_of((scales.recipe, &scales.area), (values.recipe, &values.area)), "{items:?}");
+                let targets = |item: &Item| item.dests.iter().map(|dest| dest.target).collect::<Vec<_>>();
+                assert_eq!(targets(values), targets(scales));
+                pairs += 1;
+                bytes += values.written() + scales.written();
+            }
+            assert!(task.num_bytes <= options.task_bytes, "{} bytes", task.num_bytes);
+        }
+        assert!(pairs > 20, "{pairs}");
+        assert_eq!(bytes, u64::from(replicas) * (4096 * 512 + 32 * 4 * 4));
+    }
 }
 
 #[test]

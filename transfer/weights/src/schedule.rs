@@ -4,10 +4,16 @@ use std::fmt::Write as _;
 use std::ops::Range;
 
 use crate::area::Area;
-use crate::model::{Dtype, Param, Recipe, Slot, Target};
+use crate::model::{BLOCK, Dtype, Param, Recipe, Slot, Target};
 
 /// Prepared areas begin at multiples of so many bytes.
 pub(crate) const ALIGNMENT: u64 = 64;
+
+/// Whether an area has the scales of the blocks of another one, which has values.
+pub(crate) fn are_scales_of((recipe, area): (Recipe, &Area), (of, values): (Recipe, &Area)) -> bool {
+    matches!((recipe, of), (Recipe::Scales(own), Recipe::Values(other)) if own == other)
+        && values.blocks(BLOCK) == *area
+}
 
 /// A slot of a rollout rank that an area goes to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
