@@ -113,7 +113,7 @@ def instructions(text: str) -> list[str]:
     return [" ".join(line) for line in lines if line and line[0] != ".version"]
 
 
-@pytest.mark.parametrize("name", ["pages", "words"])
+@pytest.mark.parametrize("name", ["pages", "quantise", "words"])
 def test_ptx_is_what_the_source_compiles_to(name: str, tmp_path: Path) -> None:
     find = subprocess.run(
         [sys.executable, ROOT / "cmake/find_nvcc.py"], capture_output=True, text=True, check=True, timeout=WAIT_S

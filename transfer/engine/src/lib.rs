@@ -60,7 +60,7 @@ pub use error::{DownReason, Error, Miss, NetworkError, Outcome, PeerName, Reason
 pub use memory::region::Owner;
 pub use peers::doors::Readmit;
 pub use peers::pools::RecvOptions;
-pub use providers::nvlink::{CudaStream, StepKernels};
+pub use providers::nvlink::{BlockFloat, CudaStream, Fp8Blocks, StepKernels};
 pub use providers::sim::{Faults, SimNetwork};
 pub use submit::arguments::{Grid, Options, Pages, PeerGroup, ScatterDst};
 pub use submit::expect::{ExpectOptions, ImmRange};

@@ -1,4 +1,4 @@
-//! Objects that Python names by an address: a CUDA stream, and the flag of a torch storage that says whether it may be resized. torch gives no call for it but `Tensor.numpy`, which clears the flag for
+//! Objects that Python names by an address: a CUDA stream, memory of a GPU, and the flag of a torch storage that says whether it may be resized. torch gives no call for it but `Tensor.numpy`, which clears the flag for
 //! good; `_memory.py` finds out where that call has cleared it, and checks what torch says afterwards.
 #![allow(unsafe_code)]
 
@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU8, Ordering};
 
-use putget_transfer::CudaStream;
+use putget_transfer::{CudaStream, Error, Fp8Blocks};
 use pyo3::prelude::*;
 
 use crate::held::lock;
@@ -15,6 +15,12 @@ use crate::held::lock;
 pub(crate) fn stream(handle: usize) -> CudaStream {
     // SAFETY: the caller in Python passes a stream that exists, as to every function of CUDA.
     unsafe { CudaStream::from_raw(handle) }
+}
+
+/// Orders the rounding of matrices on a stream.
+pub(crate) fn quantise(blocks: &Fp8Blocks, stream: CudaStream) -> Result<(), Error> {
+    // SAFETY: the caller in Python passes addresses and strides of tensors that live until the stream has come this far.
+    unsafe { blocks.quantise(stream) }
 }
 
 /// How many registrations need each flag to be clear.

@@ -116,3 +116,29 @@ class Writer:
         """Return the bytes of a task that go to a rollout rank."""
     def write(self, task: int, target: int, handle: MrHandle, offset: int, deadline_s: float) -> Transfer:
         """Write a task's bytes, packed at `offset` of `handle`, to one rollout rank, which counts once."""
+
+def prepare_blocks(stream: Any) -> None:
+    """Load the kernel that rounds to FP8 for a stream's GPU.
+
+    Raises:
+        EngineError: There is no driver, or it refuses.
+    """
+
+def quantise_blocks(
+    stream: Any,
+    dtype: str,
+    source: int,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    values: int,
+    window: Sequence[int],
+    scales: int,
+    scale_dtype: str,
+    powers_of_two: bool,
+) -> None:
+    """Order the rounding of matrices to FP8 on a stream: see `_kernel.launch`. Addresses are those of tensors.
+
+    Raises:
+        ValueError: Another type, too many blocks, or a window outside of the matrices.
+        EngineError: There is no driver, or it refuses.
+    """

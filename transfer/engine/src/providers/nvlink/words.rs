@@ -26,7 +26,7 @@ impl CudaStream {
         Self { handle }
     }
 
-    fn raw(self) -> CuStream {
+    pub(super) fn raw(self) -> CuStream {
         self.handle as CuStream
     }
 }
@@ -103,10 +103,7 @@ impl StepKernels {
 
     fn kernels(&self, stream: CudaStream) -> Result<Kernels, Error> {
         let driver = Driver::open()?;
-        let mut context = null_mut();
-        // SAFETY: `from_raw` was promised a stream, and there is room for the context.
-        let code = unsafe { (driver.stream_context)(stream.raw(), &mut context) };
-        driver.check("cuStreamGetCtx", code)?;
+        let context = context_of(driver, stream)?;
         let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(kernels) = loaded.get(&(context as usize)) {
             return Ok(*kernels);
@@ -167,8 +164,20 @@ impl Kernels {
     }
 }
 
+/// The context that a stream belongs to.
+pub(super) fn context_of(driver: &Driver, stream: CudaStream) -> Result<CuContext, Error> {
+    let mut context = null_mut();
+    // SAFETY: `from_raw` was promised a stream, and there is room for the context.
+    let code = unsafe { (driver.stream_context)(stream.raw(), &mut context) };
+    driver.check("cuStreamGetCtx", code).map(|()| context)
+}
+
 /// Does something with a context, also while this or another thread captures a graph.
-fn within<T>(driver: &Driver, context: CuContext, work: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
+pub(super) fn within<T>(
+    driver: &Driver,
+    context: CuContext,
+    work: impl FnOnce() -> Result<T, Error>,
+) -> Result<T, Error> {
     // SAFETY: the driver named this context as a stream's, so it exists.
     driver.check("cuCtxPushCurrent", unsafe { (driver.push_context)(context) })?;
     let (mut mode, mut before): (c_int, _) = (CU_STREAM_CAPTURE_MODE_RELAXED, null_mut());
