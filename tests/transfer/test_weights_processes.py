@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import threading
@@ -118,7 +119,10 @@ def test_sharded_trainers_reach_fused_and_sliced_rollouts(
         assert targets.versions() == [[version], [version]]
         reports = update.trainers
         assert sum(report.num_bytes for report in reports.values()) == targets.schedule.num_bytes
-        assert all(0 < report.peak_bytes <= 2 * weights_rank.TASK_BYTES for report in reports.values())
+        # The watermark, or a task with a parameter that is brought together: its shards, and all of it in order.
+        largest = max(4 * math.prod(shape) for shape in models.shapes().values())
+        most = max(2 * weights_rank.TASK_BYTES, weights_rank.TASK_BYTES + 256 + 2 * largest)
+        assert all(0 < report.peak_bytes <= most for report in reports.values())
 
 
 def test_quantised_blocks_that_cross_shards(trainers: Callable[[int], list[Remote]], network: str) -> None:

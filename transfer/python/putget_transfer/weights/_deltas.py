@@ -12,9 +12,6 @@ from putget_transfer.weights._native import Writer
 from putget_transfer.weights._offer import Delta
 from putget_transfer.weights._staging import Staging, Writes
 
-ALIGNMENT = 64
-"""Prepared bytes begin at multiples of it."""
-
 
 class Deltas:
     """Which rollout ranks get changes, and the kept bytes that these come from.
@@ -67,14 +64,17 @@ class Deltas:
                 if size_of(own) <= most:
                     found[target] = own
         self.kept.keep(number, new)
+        _settle(new)  # the bytes may be used again as soon as their writes are over
         return found
 
     def write(self, number: int, target: int, changes: Sequence[Change], staging: Staging, writes: Writes) -> None:
         """Write a record of changes to a rollout rank, which counts it as it counts the whole task."""
         offer = self.offers[target]
         num_bytes = size_of(changes)
-        first = writes.room(-(-num_bytes // ALIGNMENT) * ALIGNMENT)
-        write_record(staging.bytes[first : first + num_bytes], offer.token, changes)
+        first = writes.piece(num_bytes)
+        record = staging.bytes[first : first + num_bytes]
+        write_record(record, offer.token, changes)
+        _settle(record)
         submit = partial(
             self.engine.submit_single_write,
             num_bytes,
@@ -88,6 +88,14 @@ class Deltas:
         report.wrote(target, num_bytes)
         report.num_deltas += 1
         report.delta_bytes += num_bytes
+
+
+def _settle(memory: Any) -> None:
+    """Wait until a GPU has done what was ordered so far: the engine copies on streams of its own."""
+    import torch
+
+    if memory.is_cuda:
+        torch.cuda.current_stream(memory.device).synchronize()
 
 
 class _Widths(dict[str, int]):

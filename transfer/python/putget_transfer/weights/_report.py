@@ -24,9 +24,9 @@ class Report:
         gather_s: Bringing parameters together, and copying from the host to the device (by the GPU's own clock).
         prepare_s: Slicing, rounding and quantising (on a GPU by its own clock).
         write_s: Time in which something was under way on the network.
-        wait_s: Time in which nothing could be prepared, for want of room below the watermark.
+        wait_s: Time in which nothing could begin, for want of room below the watermark.
         barrier_s: Waiting for the other trainer ranks.
-        peak_bytes: The most memory that held prepared bytes.
+        peak_bytes: The most temporary memory: parts on their way, parameters that are brought together, prepared bytes.
         failed: Rollout ranks that could not be written to, and why.
         delta_bytes: Those of the bytes that were records of deltas.
         num_deltas: Tasks that went as a delta, counted for each rollout rank.

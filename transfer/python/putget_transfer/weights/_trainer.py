@@ -6,7 +6,6 @@ import datetime
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from putget_transfer._native import Engine, MrDesc
@@ -16,9 +15,10 @@ from putget_transfer.weights._describe import dtype_name, is_dtensor
 from putget_transfer.weights._model import UpdateFailed, tensors_of
 from putget_transfer.weights._native import Schedule, Writer
 from putget_transfer.weights._offer import Delta, read_offer
-from putget_transfer.weights._prepare import Preparer
+from putget_transfer.weights._pipeline import Pipeline
+from putget_transfer.weights._prepare import Preparer, Work, on, work_of
 from putget_transfer.weights._report import Report, metrics_text
-from putget_transfer.weights._staging import Staging, Writes
+from putget_transfer.weights._staging import Staging, Writes, padded
 
 SHOWN = 8
 
@@ -43,7 +43,7 @@ class Trainer:
         device: Any = "cpu",
         deltas: bool = False,
     ) -> None:
-        """Check a rank's parameters against the schedule, and allocate memory for prepared bytes.
+        """Check a rank's parameters against the schedule, and allocate memory for pieces of them and prepared bytes.
 
         Args:
             engine: The engine that writes.
@@ -51,7 +51,8 @@ class Trainer:
             rank: This rank among the trainers.
             model: What was described: a module, or tensors by name.
             group: A gloo process group of the trainers, whose barrier says which rank is missing; None: no barrier.
-            watermark_bytes: Memory for prepared bytes. A task that is longer runs alone, in as much as it needs.
+            watermark_bytes: Temporary memory: parts on their way to the device, parameters that are brought together,
+                prepared bytes. A task that needs more runs alone.
             device: Where bytes are prepared. Parameters that lie elsewhere are copied there.
             deltas: Keep a copy there of what this rank sends, so that `publish` can send what has changed.
 
@@ -63,9 +64,11 @@ class Trainer:
         self.model, self.device = model, device
         self.tasks = schedule.tasks(rank)
         self.version = 0
-        self._checked()
-        longest = max((task.num_bytes for task in self.tasks), default=0)
-        self._staging = Staging(engine, max(watermark_bytes, longest), device)
+        self.watermark_bytes = watermark_bytes
+        self._works: list[Work] = []
+        self._staging: Staging | None = None
+        self._places: Mapping[str, Any] | None = None
+        self._measure(self._checked())
         self._kept = Kept(schedule, rank) if deltas else None
         self._busy = threading.Lock()
         self._totals = {"updates": 0, "failed": 0, "bytes": 0}
@@ -97,6 +100,24 @@ class Trainer:
             raise ValueError(f"model: {'; '.join(wrong[:SHOWN])}{more}")
         return tensors
 
+    def _measure(self, tensors: Mapping[str, Any]) -> None:
+        """Find out what tasks need of temporary memory, and allocate it.
+
+        Other memory than pieces counts as well: pieces get what it leaves of the watermark.
+        """
+        places = {name: tensor.device for name, tensor in tensors.items()}
+        if places == self._places:
+            return
+        self._works = [work_of(task, self.schedule.params, tensors, self.device) for task in self.tasks]
+        outside = max((work.outside for work in self._works), default=0)
+        longest = max((sum(map(padded, work.pieces)) for work in self._works), default=0)
+        num_bytes = max(self.watermark_bytes - outside, longest)
+        if self._staging is None or self._staging.num_bytes < num_bytes:
+            if self._staging is not None:
+                self._staging.close(self.engine)
+            self._staging = Staging(self.engine, num_bytes, self.watermark_bytes, self.device)
+        self._places = places
+
     def publish(self, version: int, deadline_s: float, *, offers: Sequence[bytes], since: int | None = None) -> Report:
         """Write a version to the rollout ranks that have made offers. All trainer ranks do so at the same time.
 
@@ -125,10 +146,12 @@ class Trainer:
             raise ValueError(f"version: {version} came while another version is being published")
         try:
             tensors = self._checked()
+            self._measure(tensors)
             writer = Writer(self.engine, self.schedule, self.rank, places)
             self.version = version
             deltas = Deltas(self._kept, self.engine, since, {place[0]: delta for place, delta in found})
-            return self._publish(version, deadline_s, tensors, writer, deltas)
+            with on(self.device):
+                return self._publish(version, deadline_s, tensors, writer, deltas)
         finally:
             self._busy.release()
 
@@ -147,62 +170,38 @@ class Trainer:
     ) -> Report:
         report = Report(version, self.rank)
         report.whole = deltas.refused
+        assert self._staging is not None
         writes = Writes(self._staging, report, time.monotonic() + deadline_s)
         preparer = Preparer(self.schedule, tensors, report, self.device)
+        pipeline = Pipeline(self.rank, self.tasks, self._works, self._staging, preparer, writes, writer, deltas)
         try:
-            preparer.fetch(self.tasks[0].items if self.tasks else ())
             for number, task in enumerate(self.tasks):
-                self._task(number, task, preparer, writes, writer, deltas)
+                self._task(number, pipeline)
                 last = number + 1 == len(self.tasks)
-                if last or self.tasks[number + 1].group != task.group:
-                    preparer.whole = None
+                if last or (self.group is not None and self.tasks[number + 1].group != task.group):
+                    # Nobody may wait at the barrier for a rank that waits for it to bring a parameter together.
+                    pipeline.flush()
+                    pipeline.release()
                     self._barrier(report, writes, version)
             writes.end()
-            preparer.ahead.add_times(report)
+            preparer.add_times()
             deltas.kept_all(version)
         except Exception as error:
             writes.cancel()
+            preparer.wait()
             self._totals["failed"] += 1
             if isinstance(error, (UpdateFailed, ValueError)):
                 raise
             raise UpdateFailed(f"version {version}, trainer rank {self.rank}: {error}") from error
+        report.peak_bytes = writes.room.peak
         report.seconds = time.perf_counter() - report.begun
         self._totals["updates"] += 1
         self._totals["bytes"] += report.num_bytes
         return report
 
-    def _task(self, number: int, task: Any, preparer: Preparer, writes: Writes, writer: Writer, deltas: Deltas) -> None:
-        if not writes.left():
-            raise UpdateFailed(f"trainer rank {self.rank}: the deadline came before task {number} of {len(self.tasks)}")
-        targets = [target for target in writer.targets(number) if target not in writes.report.failed]
-        gathers = any(item[5] for item in task.items)
-        if not targets:
-            deltas.skip(number)
-        if not targets and not gathers:
-            return
-        first = writes.room(task.num_bytes)
-        for item in task.items:
-            offset, num_bytes = first + item[6], item[7]
-            preparer.prepare(item, self._staging.bytes[offset : offset + num_bytes])
-        if number + 1 < len(self.tasks):
-            preparer.fetch(self.tasks[number + 1].items)
-        self._ready()
-        changed = deltas.changed(number, task, self._staging.bytes[first : first + task.num_bytes], targets, writer)
-        for target in targets:
-            if target in changed:
-                continue
-            submit = partial(writer.write, number, target, self._staging.handle, first, writes.left())
-            writes.write(target, submit)
-            writes.report.wrote(target, writer.num_bytes(number, target))
-        for target, changes in changed.items():
-            deltas.write(number, target, changes, self._staging, writes)
-
-    def _ready(self) -> None:
-        """Wait until the device has prepared."""
-        import torch
-
-        if torch.device(self.device).type == "cuda":
-            torch.cuda.current_stream().synchronize()
+    def _task(self, number: int, pipeline: Pipeline) -> None:
+        """Begin with a task."""
+        pipeline.begin(number)
 
     def _barrier(self, report: Report, writes: Writes, version: int) -> None:
         """Meet the other trainer ranks."""

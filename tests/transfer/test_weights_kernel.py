@@ -1,0 +1,204 @@
+"""The kernel that rounds to FP8: its source on a CPU, and itself on a GPU, against `quantise` on a CPU, bit for bit."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.project.checkout import ROOT
+
+pytest.importorskip(
+    "putget_transfer._native", reason="putget_transfer is not built: it needs cargo (see `make transfer`)"
+)
+from putget_transfer import weights
+from putget_transfer.weights import _kernel, _native, _quantise
+
+SOURCE = ROOT / "transfer/engine/src/providers/nvlink/quantise.cu"
+FILL = 0xEE
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+Window = tuple[int, int, int, int]
+FIELDS = ["source", "rows", "columns", "matrix_stride", "row_stride", "column_stride"]
+FIELDS += ["values", "first_row", "first_column", "num_rows", "num_columns", "scales", "flags"]
+
+
+class Blocks(ctypes.Structure):
+    """The kernel's argument."""
+
+    _fields_ = [(name, ctypes.c_uint64) for name in FIELDS]
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
+    """Return the kernel as a function that runs on this machine's CPU."""
+    compiler = shutil.which("c++")
+    if not compiler:
+        pytest.skip("there is no C++ compiler")
+    library = tmp_path_factory.mktemp("kernel") / "quantise.so"
+    command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", f'-DSOURCE="{SOURCE}"']
+    subprocess.run([*command, Path(__file__).with_name("quantise_on_cpu.cpp"), "-o", library], check=True, timeout=120)
+    run = ctypes.CDLL(str(library)).run
+
+    def launch(source: torch.Tensor, values: torch.Tensor, window: Window, scales: torch.Tensor, powers: bool) -> None:
+        stored = 2 if scales.dtype == torch.float8_e8m0fnu else 0
+        places = source.data_ptr(), *source.shape[1:], *source.stride(), values.data_ptr(), *window, scales.data_ptr()
+        run(ctypes.byref(Blocks(*places, int(powers) | stored)), source.element_size(), scales.numel())
+
+    return launch
+
+
+def any_bits(made: random.Random, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor with every kind of number: NaN, infinities, subnormal numbers, zeros of both signs."""
+    generator = torch.Generator().manual_seed(made.randrange(1 << 30))
+    bits = torch.randint(-(2**31), 2**31, shape, dtype=torch.int64, generator=generator)
+    if dtype == torch.float32:
+        return bits.to(torch.int32).view(dtype)
+    return bits.to(torch.int16).view(dtype)
+
+
+def case(made: random.Random) -> tuple[torch.Tensor, Window]:
+    """Return matrices and a window of them."""
+    dtype = made.choice([torch.bfloat16, torch.float32])
+    count, rows, columns = made.randint(1, 3), made.randint(1, 300), made.randint(1, 300)
+    if made.random() < 0.4:  # whole blocks take another path
+        rows, columns = -(-rows // 128) * 128, -(-columns // 128) * 128
+    kind = made.choice(["bits", "normal", "small", "large"])
+    if kind == "bits":
+        tensor = any_bits(made, dtype, (count, rows, columns))
+    else:
+        generator = torch.Generator().manual_seed(made.randrange(1 << 30))
+        factor = {"normal": 1.0, "small": 2.0**-130, "large": 2.0**120}[kind]
+        tensor = (torch.randn(count, rows, columns, generator=generator) * factor).to(dtype)
+        for number in (float("nan"), -float("nan"), float("inf"), -float("inf")):
+            tensor.view(-1)[made.randrange(tensor.numel())] = number
+    tensor[made.randrange(count), : made.choice([0, 128, rows]), : made.choice([0, 128, columns])] = 0.0
+    layout = made.choice(["plain", "turned", "wide", "odd"])
+    if layout == "turned":
+        tensor = tensor.transpose(1, 2).contiguous().transpose(1, 2)
+    elif layout == "wide":  # rows are apart, and stay aligned
+        tensor = torch.cat([tensor, tensor.new_zeros(count, rows, 64)], 2)[..., :columns]
+    elif layout == "odd":
+        tensor = torch.cat([tensor.new_zeros(count, rows, 1), tensor], 2)[..., 1:]
+    if made.random() < 0.5:
+        return tensor, (0, 0, rows, columns)
+    row, column = made.randrange(min(rows, 128)), made.randrange(min(columns, 128))
+    return tensor, (row, column, made.randint(1, rows - row), made.randint(1, columns - column))
+
+
+def wanted(tensor: torch.Tensor, window: Window, scale: str) -> tuple[torch.Tensor, torch.Tensor]:
+    values, scales = weights.quantise(tensor.cpu(), scale=scale)
+    row, column, high, wide = window
+    return values.view(torch.uint8)[:, row : row + high, column : column + wide], scales
+
+
+def cases(number: int) -> Iterator[tuple[torch.Tensor, Window, str, torch.dtype]]:
+    made = random.Random(number)
+    for at in range(24):
+        tensor, window = case(made)
+        scale = made.choice(["float32", "ue8m0"])
+        stored = torch.float8_e8m0fnu if scale == "ue8m0" and at % 2 else torch.float32
+        yield tensor, window, scale, stored
+
+
+def rooms(tensor: torch.Tensor, window: Window, stored: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return memory for values and scales on the tensor's device."""
+    values = torch.full((tensor.shape[0], *window[2:]), FILL, dtype=torch.uint8, device=tensor.device)
+    grid = _quantise.grid(tensor.shape)
+    return values, torch.full(grid, FILL, dtype=torch.uint8).to(tensor.device).to(torch.float32).to(stored)
+
+
+def same(values: torch.Tensor, scales: torch.Tensor, tensor: torch.Tensor, window: Window, scale: str) -> bool:
+    right_values, right_scales = wanted(tensor, window, scale)
+    found = scales.cpu().float() if scales.dtype != right_scales.dtype else scales.cpu()
+    right = right_scales.float() if scales.dtype != right_scales.dtype else right_scales
+    return torch.equal(values.cpu(), right_values) and torch.equal(found.view(torch.uint8), right.view(torch.uint8))
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_the_source_makes_the_same_bytes(on_cpu: Callable[..., None], number: int) -> None:
+    for tensor, window, scale, stored in cases(number):
+        values, scales = rooms(tensor, window, stored)
+        on_cpu(tensor, values, window, scales, scale == "ue8m0")
+        assert same(values, scales, tensor, window, scale), (tensor.shape, tensor.stride(), window, scale, tensor.dtype)
+
+
+def test_pieces_of_the_way_without_a_kernel_make_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for tensor, window, scale, stored in cases(9):
+        whole = wanted(tensor, window, scale)
+        with monkeypatch.context() as smaller:
+            smaller.setattr(_quantise, "PIECE", 40_000)
+            values, scales = rooms(tensor, window, stored)
+            fp8 = values.view(torch.float8_e4m3fn)
+            _quantise.blocks_into(tensor, fp8, window, scales, powers_of_two=scale == "ue8m0")
+        assert torch.equal(values, whole[0])
+        assert torch.equal(scales.float(), whole[1].float())
+
+
+@pytest.mark.gpu
+@gpu
+@pytest.mark.parametrize("number", range(8))
+def test_the_kernel_makes_the_same_bytes(number: int) -> None:
+    assert _kernel.is_loaded("cuda")
+    for tensor, window, scale, stored in cases(100 + number):
+        # A copy to the device would drop the strides.
+        there = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda").copy_(tensor)
+        values, scales = rooms(there, window, stored)
+        _kernel.launch(there, values, window, scales, powers_of_two=scale == "ue8m0")
+        assert same(values, scales, tensor, window, scale), (tensor.shape, tensor.stride(), window, scale, tensor.dtype)
+
+
+@pytest.mark.gpu
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("scale", ["float32", "ue8m0"])
+def test_the_gpu_rounds_every_number_as_the_cpu_does(dtype: torch.dtype, scale: str) -> None:
+    made = random.Random(5)
+    tensors = [any_bits(made, dtype, (2, 3, 500, 390)), torch.zeros(128, 256, dtype=dtype)]
+    # Each number of 16 bits in a block of one magnitude: nothing is scaled away.
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).to(dtype)
+    tensors.append(every.view(512, 128))
+    for tensor in tensors:
+        for one, other in zip(
+            weights.quantise(tensor, scale=scale), weights.quantise(tensor.cuda(), scale=scale), strict=True
+        ):
+            assert torch.equal(one.view(torch.uint8), other.cpu().view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"dtype": "float16"}, "dtype: 'float16' came|dtype: \"float16\" came"),
+        ({"scale_dtype": "int8"}, "scale_dtype: .int8. came"),
+        ({"window": [1, 0, 8, 8]}, r"window: \[1, 0, 8, 8\] came for matrices of 8 x 8"),
+        ({"shape": [1 << 40, 8, 8]}, "shape: .* blocks are allowed"),
+        ({"scale_dtype": "float8_e8m0fnu"}, "as_exponents: true came"),
+        ({"stream": None}, "stream: None came"),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_refused(changes: dict[str, object], words: str) -> None:
+    named: dict[str, object] = {
+        "stream": 64,
+        "dtype": "bfloat16",
+        "source": 64,
+        "shape": [1, 8, 8],
+        "strides": [64, 8, 1],
+        "values": 64,
+        "window": [0, 0, 8, 8],
+        "scales": 64,
+        "scale_dtype": "float32",
+        "powers_of_two": False,
+    }
+    with pytest.raises(ValueError, match=words):
+        _native.quantise_blocks(*(named | changes).values())  # type: ignore[arg-type]
+
+
+def test_the_kernel_is_for_gpus_alone() -> None:
+    assert not _kernel.is_loaded("cpu")
+    assert _kernel.matrices(torch.zeros(4, 4)) is None

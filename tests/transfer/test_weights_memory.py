@@ -1,0 +1,135 @@
+"""Temporary memory of an update: its sum stays below the watermark, and what needs more is alone."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+
+pytest.importorskip(
+    "putget_transfer._native", reason="putget_transfer is not built: it needs cargo (see `make transfer`)"
+)
+import torch
+
+import putget_transfer as pt
+from putget_transfer import weights
+from putget_transfer.weights._prepare import Preparer
+from putget_transfer.weights._quantise import SCRATCH, scratch_bytes
+from putget_transfer.weights._staging import Room, padded
+
+WAIT_S = 60.0
+
+
+@pytest.mark.parametrize("number", range(20))
+def test_the_sum_stays_below_the_limit_unless_one_is_alone(number: int) -> None:
+    made = random.Random(number)
+    limit = made.randint(1_000, 100_000)
+    sizes = [[made.randint(0, limit // 2) for _ in range(made.randint(1, 4))] for _ in range(300)]
+    outside = [made.choice([0, made.randint(0, limit)]) for _ in sizes]
+    totals = [sum(map(padded, one)) + other for one, other in zip(sizes, outside, strict=True)]
+    longest = max(sum(map(padded, one)) for one in sizes)
+    num_bytes = max(limit - max(outside), longest)
+    room, kept, held, waited = Room(num_bytes, limit), 0, [], 0
+    for at, pieces in enumerate(sizes):
+        if made.random() < 0.1:  # a parameter is brought together, and kept
+            grown = made.randint(0, limit // 4)
+            room.hold(grown - kept)
+            kept = grown
+        while (found := room.take(pieces, outside[at], beside=kept)) is None:
+            assert held, "what is alone fits"
+            waited += 1
+            room.give(*held.pop(made.randrange(len(held)))[:2])
+        alone = not held
+        held.append((found, outside[at], list(zip(found, map(padded, pieces), strict=True))))
+        now = kept + sum(sum(count for _, count in one[2]) + one[1] for one in held)
+        assert room.held == now
+        assert now <= limit or (alone and now == kept + totals[at])
+        places = sorted(place for one in held for place in one[2])
+        assert all(begin + count <= end for (begin, count), (end, _) in itertools.pairwise(places))
+        assert places[-1][0] + places[-1][1] <= num_bytes
+    assert waited
+    for found, other, _ in held:
+        room.give(found, other)
+    assert (room.held, room.used) == (kept, [])
+
+
+def model_of(made: random.Random) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[str]]:
+    """Return a trainer's parameters, an engine's, and which ones are quantised there."""
+    source, model, quantised = {}, {}, []
+    for at in range(made.randint(3, 8)):
+        shape, name = (made.randint(1, 500), made.randint(1, 500)), f"w{at}"
+        source[name] = torch.randn(shape, dtype=made.choice([torch.bfloat16, torch.float32]))
+        if made.random() < 0.6:
+            quantised.append(name)
+            model[name] = torch.zeros(shape, dtype=torch.float8_e4m3fn)
+            model[name + "_scale_inv"] = torch.zeros([-(-size // 128) for size in shape])
+        else:
+            model[name] = torch.zeros(shape, dtype=torch.bfloat16)
+    return source, model, quantised
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_an_update_stays_below_the_watermark(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = random.Random(number)
+    source, model, quantised = model_of(made)
+
+    def load(checkpoint: Any) -> None:
+        for name, tensor in checkpoint:
+            model[name].copy_(tensor)
+
+    params = weights.describe(source, rank=0)
+    slots = weights.record(model, weights.checkpoint(params, quantised=quantised), load=load)
+    schedule = weights.plan(params, [slots], task_bytes=made.randint(1_000, 100_000))
+    watermark = made.choice([1_000, made.randint(10_000, 1_000_000), 20_000_000])
+    network = pt.SimNetwork(seed=number)
+    engines = [pt.Engine.builder().group(pt.DeviceGroup.sim(network, 1)).build() for _ in range(2)]
+    trainer = weights.Trainer(engines[0], schedule, 0, source, watermark_bytes=watermark)
+    rollout = weights.Rollout(engines[1], slots, schedule, 0)
+    # What tasks have in common at a time, counted from their sizes and apart from the accounts that they keep.
+    needs = [sum(map(padded, work.pieces)) + work.outside for work in trainer._works]
+    in_use: list[int] = []
+    prepare = Preparer.prepare
+
+    def counted(preparer: Preparer, work: Any, memory: Any) -> Any:
+        assert [len(one) for one in memory] == work.pieces
+        in_use.append(sum(map(padded, work.pieces)) + work.outside)
+        return prepare(preparer, work, memory)
+
+    monkeypatch.setattr(Preparer, "prepare", counted)
+    offers = rollout.expect(1, {0: trainer.address()}, WAIT_S)
+    report = trainer.publish(1, WAIT_S, offers=[offers[0]])
+    assert rollout.ready(WAIT_S)
+    rollout.commit(1)
+    assert in_use == needs
+    assert max(needs) <= report.peak_bytes <= max(watermark, *needs)
+    # The memory that is there, and the most that comes on top of it.
+    outside = max(work.outside for work in trainer._works)
+    assert trainer._staging is not None
+    assert trainer._staging.num_bytes + outside <= max(watermark, 2 * max(needs)) + 256
+    for name, tensor in source.items():
+        if name in quantised:
+            values, scales = weights.quantise(tensor)
+            assert torch.equal(model[name].view(torch.uint8), values.view(torch.uint8))
+            assert torch.equal(model[name + "_scale_inv"], scales)
+        else:
+            assert torch.equal(model[name], tensor.bfloat16())
+    for engine in engines:
+        engine.close()
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (300, 500), (2, 128, 129), (1024, 2048), (3, 1100, 1300)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_rounding_without_the_kernel_takes_no_more_than_it_says(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    tensor = torch.randn(shape).to(dtype)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        kept = weights.quantise(tensor)
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    results = sum(one.numel() * one.element_size() for one in kept)
+    assert results < most <= results + scratch_bytes(shape)
+    assert scratch_bytes(shape) <= SCRATCH << 20

@@ -1,0 +1,120 @@
+"""Tasks of one version: several are on their way at a time, as far as temporary memory goes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from putget_transfer.weights._deltas import Deltas
+from putget_transfer.weights._model import UpdateFailed
+from putget_transfer.weights._native import Writer
+from putget_transfer.weights._prepare import Preparer, Work
+from putget_transfer.weights._staging import Staging, Writes
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A task that is prepared, or is being so: where its pieces begin, other memory that it holds."""
+
+    number: int
+    pieces: list[int]
+    outside: int
+    event: Any
+
+
+class Pipeline:
+    """Tasks begin in their order, and are written in their order.
+
+    A task begins as soon as its memory fits beside that of the others: with its prepared bytes until they are written,
+    with the rest until it is prepared. On a GPU several are prepared while an earlier one is written. A task with
+    deltas is written before the next one begins: how long they are is not known before.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        tasks: Sequence[Any],
+        works: Sequence[Work],
+        staging: Staging,
+        preparer: Preparer,
+        writes: Writes,
+        writer: Writer,
+        deltas: Deltas,
+    ) -> None:
+        self.rank, self.tasks, self.works, self.staging = rank, tasks, works, staging
+        self.preparer, self.writes, self.writer, self.deltas = preparer, writes, writer, deltas
+        self.begun: deque[_Begun] = deque()
+
+    def _targets(self, number: int) -> list[int]:
+        return [target for target in self.writer.targets(number) if target not in self.writes.report.failed]
+
+    def begin(self, number: int) -> None:
+        """Begin with a task, as soon as there is memory for it.
+
+        Raises:
+            UpdateFailed: The deadline has come.
+        """
+        work, room = self.works[number], self.writes.room
+        if not self._targets(number):
+            self.deltas.skip(number)
+            if not any(part.gathered for part in work.parts):
+                return
+        if self.preparer.whole is not None and not work.uses(self.preparer.whole[0]):
+            self.release()
+        while True:
+            if not self.writes.left():
+                where = f"task {number} of {len(self.tasks)}"
+                raise UpdateFailed(f"trainer rank {self.rank}: the deadline came before {where}")
+            kept = self.writes.kept
+            outside = max(work.outside - kept, 0)
+            pieces = room.take(work.pieces, outside, beside=kept)
+            if pieces is not None:
+                break
+            if self.begun:
+                self._write()
+            else:
+                self.writes.end_oldest()
+        memory = [self.staging.bytes[first : first + count] for first, count in zip(pieces, work.pieces, strict=True)]
+        event = self.preparer.prepare(work, memory)
+        self.begun.append(_Begun(number, pieces, outside, event))
+        while self.begun and (self.deltas.kept is not None or _is_over(self.begun[0].event)):
+            self._write()
+
+    def release(self) -> None:
+        """Give back the parameter that is kept."""
+        self.preparer.whole = None
+        self.writes.keep(0)
+
+    def flush(self) -> None:
+        """Submit the writes of all tasks that have begun."""
+        while self.begun:
+            self._write()
+
+    def _write(self) -> None:
+        """Wait until the oldest task that has begun is prepared, and submit its writes."""
+        begun = self.begun.popleft()
+        if begun.event is not None:
+            begun.event.synchronize()
+        task, writes = self.tasks[begun.number], self.writes
+        writes.room.give(begun.pieces[1:], begun.outside)
+        writes.keep(self.preparer.kept_bytes)
+        first = begun.pieces[0]
+        writes.begin(first)
+        targets = self._targets(begun.number)
+        prepared = self.staging.bytes[first : first + task.num_bytes]
+        changed = self.deltas.changed(begun.number, task, prepared, targets, self.writer)
+        for target in targets:
+            if target in changed:
+                continue
+            submit = partial(self.writer.write, begun.number, target, self.staging.handle, first, writes.left())
+            writes.write(target, submit)
+            writes.report.wrote(target, self.writer.num_bytes(begun.number, target))
+        for target, changes in changed.items():
+            self.deltas.write(begun.number, target, changes, self.staging, writes)
+
+
+def _is_over(event: Any) -> bool:
+    return event is None or bool(event.query())
