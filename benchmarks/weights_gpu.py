@@ -2,10 +2,15 @@
 
     python benchmarks/weights_gpu.py --params 64 --output_file weights_gpu.json
 
-The trainer has BF16 parameters in pinned memory, the rollout process FP8 values and scales on the GPU. By turns for
-each way to commit: updates while the rollout process is idle, and updates while it computes steps (a graph of products
-of matrices). Values are compared before anything is timed. Beside them, the floor of each stage: a copy of all pinned
-memory, quantising what lies on the GPU already, and the engine's own writes of as many bytes.
+The trainer has BF16 parameters in pinned memory, as many as `--pin_seconds` allow for, the rollout process FP8 values
+and scales on the GPU. By turns for each way to commit: updates while the rollout process is idle, and updates while it
+computes steps (a graph of products of matrices). Bytes are compared before anything is timed: those of some parameters,
+one with NaN, infinities and blocks of zeros, with a CPU's, those of all with torch's eager steps on the GPU. Beside the
+updates, the floor of each stage: a copy of all pinned memory, quantising what lies on the GPU already, and the engine's
+own writes of as many bytes.
+
+Temporary memory is what the trainer's process has allocated at most, by torch's own count, from the time before the
+`Trainer` was made. An update may take `--watermark_mb`, or a task that is alone.
 
 How long inference stands still: with "swap" from the end of the last step of a version to the beginning of the first of
 the next one; with "paused" from the pause in front of the update to the first step behind it.
@@ -30,11 +35,14 @@ import torch
 
 import putget_transfer as pt
 from putget_transfer import weights
+from putget_transfer.weights import _kernel
 
 WAIT_S = 120.0
 IMM = 55
 BEGUN = time.monotonic()
 PIECE = 32 << 20
+ON_CPU = 3
+"""Parameters that are compared with a CPU's bytes."""
 
 
 def engine() -> pt.Engine:
@@ -51,7 +59,28 @@ def say(text: str) -> None:
 def made(shape: tuple[int, int], number: int) -> torch.Tensor:
     """Return a parameter: the same in both processes."""
     generator = torch.Generator(device="cuda").manual_seed(number)
-    return torch.randn(shape, dtype=torch.bfloat16, device="cuda", generator=generator)
+    tensor = torch.randn(shape, dtype=torch.bfloat16, device="cuda", generator=generator)
+    if number == 0:
+        tensor[:128, :256] = 0
+        for at, value in enumerate((float("nan"), float("inf"), -float("inf"), -0.0, 2.0**-130)):
+            tensor[at::1000, at::777] = value
+    return tensor
+
+
+def eagerly(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise on the GPU without the kernel.
+
+    Raises:
+        RuntimeError: The kernel is not there.
+    """
+    if not _kernel.is_loaded(tensor.device):
+        raise RuntimeError("the kernel is not there")
+    whole = _kernel.matrices
+    _kernel.matrices = lambda _tensor: None  # type: ignore[assignment]
+    try:
+        return weights.quantise(tensor)  # type: ignore[no-any-return]
+    finally:
+        _kernel.matrices = whole
 
 
 class Serving:
@@ -83,16 +112,17 @@ class Serving:
 class Rank:
     """The rollout process."""
 
-    def __init__(self, pipe: Connection, shape: tuple[int, int], number: int) -> None:
+    def __init__(self, pipe: Connection, shape: tuple[int, int], task_bytes: int) -> None:
         self.pipe, self.engine = pipe, engine()
         self.address, params = pipe.recv()
+        number = len(params)
         self.values = {f"w{at}": torch.zeros(shape, dtype=torch.float8_e4m3fn, device="cuda") for at in range(number)}
         grid = (shape[0] // 128, shape[1] // 128)
         scales = {f"w{at}_scale_inv": torch.zeros(grid, device="cuda") for at in range(number)}
         self.model = self.values | scales
         entries = weights.checkpoint(params, quantised=list(self.values))
         self.slots = weights.record(self.model, entries, load=self.load)
-        self.schedule = weights.plan(params, [self.slots], task_bytes=PIECE)
+        self.schedule = weights.plan(params, [self.slots], task_bytes=task_bytes)
         pipe.send(self.slots)
         self.version = 0
 
@@ -143,9 +173,14 @@ class Rank:
         return report
 
 
-def rollout(pipe: Connection, shape: tuple[int, int], number: int) -> None:
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Compare tensors, of which one may lie on the host."""
+    return torch.equal(one.view(torch.uint8).to(other.device), other.view(torch.uint8))
+
+
+def rollout(pipe: Connection, shape: tuple[int, int], task_bytes: int) -> None:
     """Obey the trainer."""
-    rank, commit = Rank(pipe, shape, number), ""
+    rank, commit = Rank(pipe, shape, task_bytes), ""
     while (order := pipe.recv()) is not None:
         if order[0] == "start":
             commit = order[1]
@@ -154,10 +189,10 @@ def rollout(pipe: Connection, shape: tuple[int, int], number: int) -> None:
         elif order[0] == "update":
             pipe.send(rank.update(commit, order[1]))
         elif order[0] == "check":
-            wanted, scales = weights.quantise(made(shape, order[1]))
-            name = f"w{order[1]}"
-            same = torch.equal(rank.model[name].view(torch.uint8), wanted.view(torch.uint8))
-            pipe.send(same and torch.equal(rank.model[name + "_scale_inv"], scales))
+            tensor, name = made(shape, order[1]), f"w{order[1]}"
+            wanted = [eagerly(tensor)] + ([weights.quantise(tensor.cpu())] if order[1] < ON_CPU else [])
+            found = rank.model[name], rank.model[name + "_scale_inv"]
+            pipe.send(all(same_bytes(one, other) for pair in wanted for one, other in zip(found, pair, strict=True)))
         elif order[0] == "memory":
             memory = torch.zeros(order[1], dtype=torch.uint8, device="cuda")
             torch.cuda.synchronize()
@@ -178,19 +213,24 @@ class Bench:
         self.options, self.shape = options, (options.rows, options.columns)
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        arguments = (theirs, self.shape, options.params)
+        self.task_bytes = options.task_mb << 20
+        arguments = (theirs, self.shape, self.task_bytes)
         self.process = context.Process(target=rollout, args=arguments, daemon=True)
         self.process.start()
         self.engine = engine()
         say("pinned memory")
-        self.source = {}
+        self.source: dict[str, torch.Tensor] = {}
+        until = time.monotonic() + options.pin_seconds
         for at in range(options.params):
+            if time.monotonic() > until:
+                break
             self.source[f"w{at}"] = torch.empty(self.shape, dtype=torch.bfloat16, pin_memory=True)
             self.source[f"w{at}"].copy_(made(self.shape, at))
-        say("schedule")
+        say(f"schedule of {len(self.source)} parameters")
         params = weights.describe(self.source, rank=0)
         self.pipe.send((self.engine.main_address().to_bytes(), params))
-        self.schedule = weights.plan(params, [self.answer()], task_bytes=PIECE)
+        self.schedule = weights.plan(params, [self.answer()], task_bytes=self.task_bytes)
+        _kernel.is_loaded("cuda")
         torch.cuda.empty_cache()
         torch.cuda.synchronize()
         self.begun = torch.cuda.memory_allocated()
@@ -274,10 +314,30 @@ class Bench:
             times = {key: [row[key] for row in rows] for key in rows[0] if key != "report"}
             times |= {key: [row["report"][key] for row in rows] for key in rows[0]["report"] if key.endswith("_s")}
             print(name, *(f"{key} {statistics.median(values):.4f}" for key, values in times.items()))
-        print({name: round(seconds * 1e3, 1) for name, seconds in found.get("floors_s", {}).items()})
-        print("peak MB", found["peak_temporary_bytes"] >> 20, "second copy", found["second_copy_bytes"])
+        self.compare(found)
         if self.options.output_file:
             self.options.output_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+    def compare(self, found: dict[str, Any]) -> None:
+        """Show stages beside their floors, and what the goals are about."""
+        floors, goals = found.get("floors_s", {}), {}
+        stages = {"gather_s": "host_to_device", "prepare_s": "quantise", "write_s": "write"}
+        for name, rows in found["updates"].items():
+            reports = [row["report"] for row in rows]
+            times = {stage: statistics.median(report[stage] for report in reports) for stage in stages}
+            total = statistics.median(report["seconds"] for report in reports)
+            goals[name] = {"total_s": total, "total_over_longest_stage": total / max(times.values())}
+            goals[name]["still_s"] = statistics.median(row["still_s"] for row in rows)
+            if floors:
+                longest = max(floors[floor] for floor in stages.values())
+                goals[name]["total_over_longest_floor"] = total / longest
+                goals[name] |= {f"{stage} over floor": times[stage] / floors[stages[stage]] for stage in stages}
+            print(name, {key: round(value, 4) for key, value in goals[name].items()})
+        found["goals"] = goals
+        print("floors, ms", {name: round(seconds * 1e3, 2) for name, seconds in floors.items()})
+        peak, most = found["peak_temporary_bytes"], found["watermark_bytes"] + found["largest_task_bytes"]
+        print(f"temporary memory: {peak >> 20} MiB at most; watermark and a task: {most >> 20} MiB")
+        print("second copy", found["second_copy_bytes"])
 
     def run(self) -> None:
         """Measure all of it."""
@@ -299,7 +359,8 @@ class Bench:
                         self.check()
                 found["updates"][f"{commit}, {'serving' if serves else 'idle'}"] = rows[1:]
         found["peak_temporary_bytes"] = torch.cuda.max_memory_allocated() - self.begun
-        found["watermark_bytes"], found["task_bytes"] = self.options.watermark_mb << 20, PIECE
+        found["watermark_bytes"], found["task_bytes"] = self.options.watermark_mb << 20, self.task_bytes
+        found["largest_task_bytes"] = max(work.total for work in self.trainer._works)
         self.keep(found)
         say("floors")
         found["floors_s"] = {name: statistics.median(times) for name, times in self.floors().items()}
@@ -322,6 +383,8 @@ def main() -> None:
     for name, default in (("params", 64), ("rows", 8192), ("columns", 16384), ("rounds", 5), ("products", 400)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--watermark_mb", type=int, default=256)
+    parser.add_argument("--task_mb", type=int, default=32)
+    parser.add_argument("--pin_seconds", type=float, default=60)
     parser.add_argument("--output_file", type=Path)
     Bench(parser.parse_args()).run()
 

@@ -73,10 +73,11 @@ class Pipeline:
             pieces = room.take(work.pieces, outside, beside=kept)
             if pieces is not None:
                 break
-            if self.begun:
-                self._write()
-            else:
+            # Writes are short beside copies from the host; where they are not, those that can begin do so first.
+            if self.writes.sent and not (self.begun and _is_over(self.begun[0].event)):
                 self.writes.end_oldest()
+            else:
+                self._write()
         memory = [self.staging.bytes[first : first + count] for first, count in zip(pieces, work.pieces, strict=True)]
         event = self.preparer.prepare(work, memory)
         self.begun.append(_Begun(number, pieces, outside, event))

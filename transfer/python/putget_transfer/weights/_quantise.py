@@ -125,13 +125,14 @@ def blocks_into(
             _store(scales[at], own)
         if flat is not None:
             inside, to = [], []
-            for part, first, count in zip(piece[-2:], window[:2], window[2:], strict=True):
-                low = max(part.start, first)
-                high = max(min(part.stop, first + count), low)
-                inside.append(slice(low - part.start, high - part.start))
+            for edge, first, count in zip(piece[-2:], window[:2], window[2:], strict=True):
+                low = max(edge.start, first)
+                high = max(min(edge.stop, first + count), low)
+                inside.append(slice(low - edge.start, high - edge.start))
                 to.append(slice(low - first, high - first))
             at = (*piece[:-2], *to)
-            flat[at].copy_(made[(..., *inside)])
+            own_window = (..., *inside)
+            flat[at].copy_(made[own_window])
 
 
 def quantise(tensor: Any, *, scale: str = "float32") -> tuple[Any, Any]:
