@@ -49,13 +49,13 @@ def test_offloaded_parameters_are_prepared_on_the_gpu(pinned: bool, watermark: i
     assert _kernel.is_loaded("cuda")
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
     trainer = weights.Trainer(engines[0], schedule, 0, source, watermark_bytes=watermark, device="cuda")
     for version in (1, 2):
         for name, tensor in source.items():
             made = torch.Generator().manual_seed(10 * version + ord(name))
             tensor.copy_(torch.randn(SHAPE, generator=made))
         offers = rollout.expect(version, {0: trainer.address()}, WAIT_S)
+        torch.cuda.reset_peak_memory_stats()
         report = trainer.publish(version, WAIT_S, offers=[offers[0]])
         # By torch's own count, in units of 512 bytes: nothing comes on top of what is counted.
         most = max(watermark, *(work.total for work in trainer._works))

@@ -87,7 +87,7 @@ def test_an_update_stays_below_the_watermark(number: int, monkeypatch: pytest.Mo
     engines = [pt.Engine.builder().group(pt.DeviceGroup.sim(network, 1)).build() for _ in range(2)]
     trainer = weights.Trainer(engines[0], schedule, 0, source, watermark_bytes=watermark)
     rollout = weights.Rollout(engines[1], slots, schedule, 0)
-    # What tasks have in common at a time, counted from their sizes and apart from the accounts that they keep.
+    # Needs of tasks are counted from what they are given, apart from the accounts that they keep.
     needs = [sum(map(padded, work.pieces)) + work.outside for work in trainer._works]
     in_use: list[int] = []
     prepare = Preparer.prepare

@@ -184,7 +184,7 @@ class Preparer:
         self.stream: Any = None
         if self.device.type == "cuda":
             self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-            # What has written the parameters so far comes first.
+            # Work that writes the parameters may be under way there.
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
             self.clock = Clock()
 
