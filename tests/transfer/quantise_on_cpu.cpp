@@ -22,7 +22,7 @@ struct uint4 {
 };
 static Place threadIdx, blockIdx;
 static ucontext_t scheduler;
-static ucontext_t *running;
+static ucontext_t* running;
 
 static uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static unsigned __float_as_uint(float value) {
@@ -47,7 +47,7 @@ static Blocks job;
 static void begin() { kernel(job); }
 
 // Each round carries every thread on to its next barrier, or to its end; both are met by all threads alike.
-extern "C" void run(const Blocks *blocks, unsigned element_bytes, unsigned grid) {
+extern "C" void run(const Blocks* blocks, unsigned element_bytes, unsigned grid) {
   constexpr unsigned kStack = 64 << 10;
   static std::vector<char> stacks(kThreads * kStack);
   std::vector<ucontext_t> threads(kThreads);
