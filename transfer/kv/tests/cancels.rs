@@ -82,6 +82,42 @@ fn hundreds_of_cancels() {
     }
 }
 
+/// A thread arms what a step has begun, one request after the other. A cancel may come before it gets to a request.
+#[test]
+fn a_cancel_beside_its_step_gives_pages_back_at_once() {
+    let network = &Network::all(5)[0];
+    let (source, target) = (rank(network, &SIDE, 0), rank(network, &SIDE, 0));
+    let lease = 60 * LONG;
+    let prefiller = Prefiller::new(&source.cache, PrefillerOptions { lease, ..Default::default() }).unwrap();
+    let decoder = Decoder::new(&target.cache, DecoderOptions::default()).unwrap();
+    let group = decoder.group(&[prefiller.source()]).unwrap();
+    let tokens = u64::from(SIDE.page_tokens);
+    let own = pages(&source.cache, 0, tokens, 1);
+    let count = target.cache.geometry().regions.iter().map(|region| region.num_pages).min().unwrap();
+    for round in 0..20 {
+        let names: Vec<_> = (0..count).map(|at| format!("request{round}.{at}")).collect();
+        let asked = |(at, name): (u64, &String)| {
+            let pages = [vec![at], vec![at]];
+            decoder.request(&group, &wanted(ask(name, 0, tokens, tokens), &pages, 1)).unwrap()
+        };
+        let receives: Vec<_> = (0..).zip(&names).map(asked).collect();
+        let accepted = |receive: &Receive| receive.state() == Receiving::Accepted;
+        eventually("all are accepted", || receives.iter().all(accepted));
+        let work: Vec<_> = names.iter().map(|name| Work { request: name, tokens, pages: &own }).collect();
+        prefiller.begin_step(round + 1, &work).unwrap();
+        receives.iter().for_each(Receive::cancel);
+        for receive in &receives {
+            assert!(matches!(receive.wait(LONG), Receiving::Released(_)));
+        }
+        names.iter().for_each(|name| prefiller.finish(name, &context(1)).unwrap());
+        let mut back = 0;
+        eventually("pages come back", || {
+            back += prefiller.poll().len();
+            back == names.len()
+        });
+    }
+}
+
 #[test]
 #[ignore = "long: run it in release mode"]
 fn ten_thousand_cancels() {

@@ -193,6 +193,8 @@ impl Inner {
             }
         }
         if let Some(prefill) = state.prefills.get_mut(&job.request.request) {
+            // A cancel may come before anything of the request was armed.
+            prefill.num_targets.get_or_insert(job.request.num_targets);
             prefill.served.insert((key.0.clone(), answers), has_all);
         }
     }
