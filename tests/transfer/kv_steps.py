@@ -156,11 +156,13 @@ def main() -> None:
     driver = Driver()
     stream = driver.stream()
     memory = aligned(LAYERS * 2 * COUNT * PAGE).reshape(LAYERS, 2 * COUNT, TOKENS, PAGE // TOKENS)
-    values = aligned(COUNT * PAGE).reshape(COUNT, TOKENS, PAGE // TOKENS)
-    # A layer takes as long as this is copied.
-    work = aligned(2 * WORK).reshape(2, WORK)
-    for array in (memory, values, work):
+    work = aligned(WORK)
+    for array in (memory, work):
         driver.call("cuMemHostRegister_v2", ctypes.c_void_p(array.ctypes.data), ctypes.c_size_t(array.nbytes), 3)
+    # Memory of the GPU: a layer's values, and as much as is copied while a layer is computed.
+    values, source = ctypes.c_uint64(), ctypes.c_uint64()
+    for at, size in ((values, COUNT * PAGE), (source, WORK)):
+        driver.call("cuMemAlloc_v2", ctypes.byref(at), ctypes.c_size_t(size))
     ranks = Ranks(memory)
     is_captured = False
     steps = Steps(
@@ -171,16 +173,15 @@ def main() -> None:
     )
 
     def compute(layer: int) -> None:
-        for to, source in ((work[0], work[1]), (memory[layer, :COUNT], values)):
-            driver.call(
-                "cuMemcpyAsync",
-                ctypes.c_uint64(to.ctypes.data),
-                ctypes.c_uint64(source.ctypes.data),
-                ctypes.c_size_t(source.nbytes),
-                ctypes.c_void_p(stream),
-            )
+        for to, device in ((work, source), (memory[layer, :COUNT], values)):
+            arguments = ctypes.c_uint64(to.ctypes.data), device, ctypes.c_size_t(to.nbytes), ctypes.c_void_p(stream)
+            driver.call("cuMemcpyAsync", *arguments)
 
-    engine = Engine(ranks, steps, compute, values.fill)
+    def fill(value: int) -> None:
+        host = np.full(COUNT * PAGE, value, dtype=np.uint8)
+        driver.call("cuMemcpyHtoD_v2", values, ctypes.c_void_p(host.ctypes.data), ctypes.c_size_t(host.nbytes))
+
+    engine = Engine(ranks, steps, compute, fill)
     is_captured = True
     with driver.capture(stream) as replay:
         engine.forward()
