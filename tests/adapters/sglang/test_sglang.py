@@ -249,6 +249,7 @@ def refuse(rank: Rank, root: Path) -> list[str]:
     engine.recipe = "nvfp4"
     expect(BackendUnavailable, dispatcher.dispatch, hidden, topk)
     engine.recipe = "bf16"
+    dispatcher.set_quant_config({})
     dispatcher.dispatch(hidden, topk)
     expect(ProtocolMisuse, dispatcher.dispatch, hidden, topk)
     expect(ValueError, dispatcher.combine, combine_input(rows[:3]))

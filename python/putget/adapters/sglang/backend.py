@@ -52,14 +52,18 @@ METHODS = (
 class LocalDispatcherRounds(DispatcherRounds):
     """A dispatcher whose runner may take SGLang's standard format: expert ids are numbers on this rank, or -1."""
 
+    @functools.cached_property
+    def _standard(self) -> Any:
+        """SGLang's module of that format, found once."""
+        return importlib.import_module(_STANDARD)
+
     def _given_to_runner(self, rounds: Rounds, received: Any, scale: torch.Tensor | None, sent: Sent) -> Any:
-        if self._runner() not in _LOCAL_RUNNERS:
+        if self._runner not in _LOCAL_RUNNERS:
             return super()._given_to_runner(rounds, received, scale, sent)
         num_local = self.num_experts // self.ep_size
         ids = received.topk_ids - self.ep_rank * num_local
-        ids = torch.where((ids >= 0) & (ids < num_local), ids, -1)
-        standard = importlib.import_module(_STANDARD)
-        return standard.StandardDispatchOutput(
+        ids.masked_fill_((ids < 0).logical_or_(ids >= num_local), -1)
+        return self._standard.StandardDispatchOutput(
             hidden_states=received.payloads[0],
             hidden_states_scale=scale,
             topk_output=self.engine_module.StandardTopKOutput(received.topk_weights, ids, sent.router_logits),

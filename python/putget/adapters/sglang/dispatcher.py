@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
@@ -121,6 +122,7 @@ class DispatcherRounds:
             )
             for index in range(num_batches())
         ]
+        self._recipe_of: tuple[Any, str] | None = None  # with the quant_config that it was read for
         self._sent: dict[int, Sent] = {}  # by batch, between the halves of its dispatch
         for rounds in self._batches:
             prove("SGLang", rounds, row.shape, row.dtype, range(comm.rank * own, (comm.rank + 1) * own))
@@ -202,7 +204,7 @@ class DispatcherRounds:
                     "runner routes by itself"
                 )
             topk_output = topk_output.to_standard()
-        recipe = self._recipe_of(self.quant_config or {})  # type: ignore[attr-defined]
+        recipe = self._recipe()
         payloads = self._quantise(recipe, hidden_states.contiguous())
         ids, weights = topk_output.topk_ids, topk_output.topk_weights.float()
         num_tokens = hidden_states.shape[0]
@@ -223,7 +225,7 @@ class DispatcherRounds:
         """The input of the runner."""
         flat = received.flat
         scale = flat.payloads[1] if len(flat.payloads) > 1 else None
-        if sent.recipe == "nvfp4" and self._runner() == "flashinfer_cutlass":
+        if sent.recipe == "nvfp4" and self._runner == "flashinfer_cutlass":
             scale = self._kernel("nvfp4_block_scale_interleave")(scale)
         return self._given_to_runner(rounds, flat, scale, sent)
 
@@ -288,8 +290,9 @@ class DispatcherRounds:
 
     # --- what SGLang says ---------------------------------------------------------------------------------------------
 
+    @functools.cached_property
     def _runner(self) -> str:
-        """The name of the layer's runner."""
+        """The name of the layer's runner, found once: SGLang looks it up among its options."""
         backend = self.runner_backend
         if backend is None:
             utils = importlib.import_module(_UTILS)
@@ -298,15 +301,20 @@ class DispatcherRounds:
 
     def _invalid_id(self) -> int:
         """The runner's number for "no expert". Before SGLang had a runner configuration it was -1 for all."""
-        return -1 if self.runner_backend is None or self._runner() in _TAKE_MINUS_ONE else self.num_experts
+        return -1 if self.runner_backend is None or self._runner in _TAKE_MINUS_ONE else self.num_experts
+
+    @functools.cached_property
+    def _said_of_batches(self) -> tuple[ModuleType, ModuleType | None]:
+        """SGLang's modules that know of all ranks' batches, found once."""
+        return importlib.import_module("sglang.srt.layers.dp_attention"), _optional("sglang.srt.runtime_context")
 
     def _max_rows(self, num_tokens: int, batch: int | None) -> int:
         """The most tokens that any rank sends now, as far as SGLang knows."""
         if batch is not None:
             known = most_tokens()
             return self._checked(num_tokens, self.max_num_tokens if known is None else known)
-        counts = importlib.import_module("sglang.srt.layers.dp_attention").get_dp_global_num_tokens()
-        context = _optional("sglang.srt.runtime_context")
+        attention, context = self._said_of_batches
+        counts = attention.get_dp_global_num_tokens()
         ranks_a_group = context.get_parallel().attn_tp_size if context is not None else 1
         if counts is None or (context is not None and len(counts) < 2):
             most = num_tokens
@@ -325,7 +333,14 @@ class DispatcherRounds:
             )
         return max(most, 1)
 
-    def _recipe_of(self, quant_config: dict[str, Any]) -> str:
+    def _recipe(self) -> str:
+        """How rows are quantised; read again for another quant_config, because SGLang looks at its environment."""
+        given = self.quant_config  # type: ignore[attr-defined]
+        if self._recipe_of is None or self._recipe_of[0] is not given:
+            self._recipe_of = (given, self._found_recipe(given or {}))
+        return self._recipe_of[1]
+
+    def _found_recipe(self, quant_config: dict[str, Any]) -> str:
         if self.recipe is not None:
             return self.recipe
         name = None

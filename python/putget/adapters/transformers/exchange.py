@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from putget import AllToAll, Communicator, Payload, ProtocolMisuse
+from putget import AllToAll, Communicator, Payload, ProtocolMisuse, Received
 from putget.adapters.engines import announce, announce_launch, require_version
 from putget.adapters.placement import Table
 from putget.adapters.rounds import Rounds
@@ -41,6 +41,8 @@ class ExpertExchange:
     waited_s: float = 0.0
     remedy: str
     _rounds: Rounds | None = None
+    _counts: list[int] | None = None  # rows of each rank in the last round on CPUs,
+    _used: torch.Tensor  # and the slots that have them
 
     def group(self) -> tuple[Communicator, Table]:
         """The ranks, and the rank of each expert. Collective at the first call."""
@@ -75,22 +77,12 @@ class ExpertExchange:
         announce_launch("transformers", rounds.all_to_all, len(rows))
         if received.stats is not None:
             self.hear(received.stats)
-        flat = received.flat
-        local = flat.topk_ids.long() - self._first
-        elsewhere = (local < 0) | (local >= self.num_local_experts)
-        unused = elsewhere.all(1, keepdim=True)
         output = None
         try:
-            if rows.device.type == "cpu":
-                # Nothing waits for this number there, and experts compute every row that they are given.
-                used = (~unused[:, 0]).nonzero()[:, 0]
-                if len(used):
-                    of_used = flat.payloads[0][used], local[used], elsewhere[used], flat.topk_weights[used]
-                    rounds.combine_input()[used] = self._experts_on(*of_used, weights.dtype)
+            if rows.is_cpu:
+                self._write_used(rounds, received, weights.dtype)
             else:
-                # Slots without a token hold the rows of earlier rounds: zeros, so that no NaN of theirs reaches a sum.
-                zeroed = flat.payloads[0].masked_fill(unused, 0)
-                output = self._experts_on(zeroed, local, elsewhere, flat.topk_weights, weights.dtype).contiguous()
+                output = self._of_all(received, weights.dtype)
         except BaseException:
             rounds.release()
             raise
@@ -99,17 +91,35 @@ class ExpertExchange:
         self.waited_s += time.perf_counter() - began
         return combined
 
-    def _experts_on(
-        self,
-        rows: torch.Tensor,
-        local: torch.Tensor,
-        elsewhere: torch.Tensor,
-        weights: torch.Tensor,
-        weights_dtype: torch.dtype,
-    ) -> torch.Tensor:
-        """The weighted sums of this rank's experts for rows, some of whose choices are experts elsewhere."""
-        ids = local.masked_fill(elsewhere, self.num_local_experts)
-        return self.experts_forward(rows, ids, weights.masked_fill(elsewhere, 0).to(weights_dtype)).to(rows.dtype)
+    def _of_all(self, received: Received, dtype: torch.dtype) -> torch.Tensor:
+        """The weighted sums of this rank's experts for each slot: nothing on the host says which ones are used."""
+        flat = received.flat
+        local, elsewhere = self._local(flat.topk_ids)
+        # Slots without a token hold the rows of earlier rounds: zeros, so that no NaN of theirs reaches a sum.
+        rows = flat.payloads[0].masked_fill(elsewhere.all(1, keepdim=True), 0)
+        output = self.experts_forward(rows, local, flat.topk_weights.masked_fill(elsewhere, 0).to(dtype))
+        return output.to(rows.dtype).contiguous()
+
+    def _write_used(self, rounds: Rounds, received: Received, dtype: torch.dtype) -> None:
+        """The same for slots that are used, into ``combine_input``: on CPUs experts compute each row that they get."""
+        counts = received.num_tokens.tolist()
+        if counts != self._counts:
+            self._counts, ranks = counts, len(counts)
+            slots = [slot * ranks + rank for rank, count in enumerate(counts) for slot in range(count)]
+            self._used = torch.tensor(slots, dtype=torch.int64)
+        flat, used = received.flat, self._used
+        if not any(counts):
+            return
+        rows, ids, shares = [x.index_select(0, used) for x in (flat.payloads[0], flat.topk_ids, flat.topk_weights)]
+        local, elsewhere = self._local(ids)
+        output = self.experts_forward(rows, local, shares.masked_fill_(elsewhere, 0).to(dtype))
+        rounds.combine_input().index_copy_(0, used, output.to(rows.dtype))
+
+    def _local(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Numbers of this rank's experts for ids of all ranks, and which ids are of no expert here."""
+        local = ids.to(torch.int64, copy=True).sub_(self._first)
+        elsewhere = (local < 0).logical_or_(local >= self.num_local_experts)
+        return local.masked_fill_(elsewhere, self.num_local_experts), elsewhere
 
     @property
     def all_to_all(self) -> AllToAll | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -147,7 +148,7 @@ class PrepareFinalizeRounds:
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, weight_and_reduce_impl: Any
     ) -> torch.Tensor | None:
         """The workspace, where the experts give one weighted and reduced row for each row; None otherwise."""
-        if not isinstance(weight_and_reduce_impl, _reductions().TopKWeightAndReduceNoOP):
+        if not isinstance(weight_and_reduce_impl, self._reductions.TopKWeightAndReduceNoOP):
             return None
         rows = self._rounds.combine_input()
         return rows if tuple(rows.shape) == tuple(shape) and rows.dtype == dtype else None
@@ -186,6 +187,7 @@ class PrepareFinalizeRounds:
         """
         rounds = self._rounds
         arguments, quantised = self._to_send(
+            rounds,
             a1,
             topk_weights,
             topk_ids,
@@ -218,6 +220,7 @@ class PrepareFinalizeRounds:
         """
         rounds = self._rounds
         arguments, quantised = self._to_send(
+            rounds,
             a1,
             topk_weights,
             topk_ids,
@@ -298,6 +301,16 @@ class PrepareFinalizeRounds:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
+    @functools.cached_property
+    def _reductions(self) -> Any:
+        """vLLM's module of reductions, found once: asking the importer takes longer than a check."""
+        return importlib.import_module(f"{_FUSED_MOE}.topk_weight_and_reduce")
+
+    @functools.cached_property
+    def _forward_context(self) -> Any:
+        """vLLM's module of what a forward is told, likewise."""
+        return importlib.import_module("vllm.forward_context")
+
     @property
     def _rounds(self) -> Rounds:
         """The rounds of the batch that vLLM is in."""
@@ -310,6 +323,7 @@ class PrepareFinalizeRounds:
 
     def _to_send(
         self,
+        rounds: Rounds,
         a1: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
@@ -320,10 +334,10 @@ class PrepareFinalizeRounds:
         defer_input_quant: bool,
     ) -> tuple[dict[str, Any], _Quantised]:
         """The arguments of a dispatch, and where its rows are quantised."""
-        if num_experts != self._rounds.num_experts:
-            raise ValueError(f"num_experts is {num_experts}, this object is for {self._rounds.num_experts}")
+        if num_experts != self._batches[0].num_experts:
+            raise ValueError(f"num_experts is {num_experts}, this object is for {self._batches[0].num_experts}")
         self._learn_placement(expert_map, a1.shape[1])
-        self._rounds.require_closed()
+        rounds.require_closed()
         if apply_router_weight_on_input:
             if topk_ids.shape[1] != 1:
                 raise ValueError(f"apply_router_weight_on_input with top_k {topk_ids.shape[1]}, supported is top_k 1")
@@ -353,7 +367,7 @@ class PrepareFinalizeRounds:
     ) -> torch.Tensor:
         """One row for each row of prepare."""
         self._rounds.require_open("finalize")
-        kinds = _reductions()
+        kinds = self._reductions
         if isinstance(weight_and_reduce_impl, kinds.TopKWeightAndReduceDelegate):
             weight_and_reduce_impl = kinds.TopKWeightAndReduceContiguous()
         rows: torch.Tensor = weight_and_reduce_impl.apply(
@@ -390,7 +404,7 @@ class PrepareFinalizeRounds:
 
     def _max_rows(self, num_tokens: int) -> int:
         """The most tokens that any rank sends now, as far as vLLM knows."""
-        metadata = importlib.import_module("vllm.forward_context").get_forward_context().dp_metadata
+        metadata = self._forward_context.get_forward_context().dp_metadata
         most = num_tokens if metadata is None else max(metadata.get_chunk_sizes_across_dp_rank())
         return max(most, 1)
 
@@ -453,7 +467,3 @@ def _quantised_on_arrival(
         mx_alignment=quant_config.mx_alignment,
     )
     return quantised
-
-
-def _reductions() -> Any:
-    return importlib.import_module(f"{_FUSED_MOE}.topk_weight_and_reduce")
