@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import socket
@@ -91,13 +92,15 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=64, help="of each load (%(default)s)")
     parser.add_argument("--prompt_tokens", type=int, default=16, help="of a prompt (%(default)s)")
     parser.add_argument("--output_tokens", type=int, default=64, help="of an answer (%(default)s)")
+    parser.add_argument("--turns", type=int, default=1, help="how often all of it is measured (%(default)s)")
     parser.add_argument("--client", default=sys.executable, help="Python of putget serve-bench (this one)")
     parser.add_argument("--output_file", help="write the results as JSON")
     args = parser.parse_args()
     results = []
-    for interval, is_frozen in [(args.intervals[0], False), *((one, True) for one in [*args.intervals, None])]:
+    settings = [(args.intervals[0], False), *((one, True) for one in [*args.intervals, None])]
+    for turn, (interval, is_frozen) in itertools.product(range(args.turns), settings):
         with tempfile.TemporaryDirectory(prefix="putget_interval_") as folder:
-            results.append(measure(args, interval, is_frozen, Path(folder)))
+            results.append({"turn": turn, **measure(args, interval, is_frozen, Path(folder))})
         print(f"stream interval {interval}: done", flush=True)
     table = new_table(
         "interval", "garbage frozen", "tokens/s", "ms of processor a token", "chunks p50, ms", "max, ms", "errors"
@@ -114,7 +117,8 @@ def main() -> None:
         )
     Console(width=120).print(table)
     if args.output_file:
-        Path(args.output_file).write_text(json.dumps(results, indent=1) + "\n")
+        report = {"schema": "putget.stream_interval/1", "ep_size": args.ep_size, "results": results}
+        Path(args.output_file).write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
