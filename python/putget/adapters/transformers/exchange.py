@@ -105,8 +105,8 @@ class ExpertExchange:
         counts = received.num_tokens.tolist()
         if counts != self._counts:
             self._counts, ranks = counts, len(counts)
-            slots = [slot * ranks + rank for rank, count in enumerate(counts) for slot in range(count)]
-            self._used = torch.tensor(slots, dtype=torch.int64)
+            of_ranks = [torch.arange(rank, rank + count * ranks, ranks) for rank, count in enumerate(counts) if count]
+            self._used = torch.cat(of_ranks) if of_ranks else torch.empty(0, dtype=torch.int64)
         flat, used = received.flat, self._used
         if not any(counts):
             return
