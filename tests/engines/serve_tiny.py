@@ -7,6 +7,7 @@ models stay in build/tiny for the next run.
 
 from __future__ import annotations
 
+import functools
 import http.client
 import json
 import multiprocessing
@@ -70,12 +71,13 @@ def main(folder: Path, kinds: list[str]) -> None:
     for kind in kinds:
         model = TRAINED / kind
         fork = multiprocessing.get_context("fork")
-        for step in ((train, kind, model, README), (answer_alone, model, questions())):
-            process = fork.Process(target=step[0], args=step[1:])
+        learn = functools.partial(train, kind, model, README, prompt=PROMPT["prompt"])
+        for step in (learn, functools.partial(answer_alone, model, questions())):
+            process = fork.Process(target=step)
             process.start()
             process.join()
             if process.exitcode:
-                raise SystemExit(f"{kind}: {step[0].__name__} ended with {process.exitcode}")
+                raise SystemExit(f"{kind}: {step.func.__name__} ended with {process.exitcode}")
         alone = json.loads((model / "alone.json").read_text())
         found[kind] = {"alone": alone, "off": serve(model), "online": serve(model, "--balance=online")}
     folder.joinpath("found.json").write_text(json.dumps(found))
