@@ -23,6 +23,7 @@ from putget_bench.timing import capture
 
 SHAPES = ((4096, 7168), (7168, 2048))  # (n, k) of the two products of DeepSeek-V3's experts
 TILES = (
+    Tiles(16, True, 5, 4, 64),
     Tiles(16, True, 5, 2),
     Tiles(32, True, 5, 2),
     Tiles(64, True, 4, 2),
@@ -39,7 +40,7 @@ def main() -> None:
     parser.add_argument("--num_experts", type=int, default=64)
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 256, 1024, 4096, 16384])
     given = parser.parse_args()
-    names = [f"{'transposed ' if tiles.weights_first else ''}{tiles.rows}" for tiles in TILES]
+    names = [_name(tiles) for tiles in TILES]
     print("| n | k | rows | chosen | " + " | ".join(names) + " | library | GB/s | TFLOPS | BF16 |")
     print("|---" * (len(TILES) + 8) + "|")
     for n, k in SHAPES:
@@ -55,6 +56,10 @@ def main() -> None:
     print("|---" * 4 + "|")
     for cells in first:
         print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def _name(tiles: Tiles) -> str:
+    return f"{'transposed ' if tiles.weights_first else ''}{tiles.rows} x {tiles.columns}"
 
 
 def _row(n: int, k: int, count: int, weights: Tensor, scales: Tensor, dense: Tensor) -> None:
@@ -95,7 +100,7 @@ def _row(n: int, k: int, count: int, weights: Tensor, scales: Tensor, dense: Ten
     chosen = grouped_fp8_triton.tiles_for(-(-count // num_experts))
     used = int((counts > 0).sum())
     cells = [str(value) for value in (n, k, count)]
-    cells += [f"{'transposed ' if chosen.weights_first else ''}{chosen.rows}", *(f"{time:.1f}" for time in times)]
+    cells += [_name(chosen), *(f"{time:.1f}" for time in times)]
     cells += [f"{used * n * k / best / 1e3:.0f}", f"{2 * count * n * k / best / 1e6:.0f}", f"{bf16:.1f}"]
     print("| " + " | ".join(cells) + " |", flush=True)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from putget import AllToAll, Payload, ProtocolMisuse, PutgetError, Received
+from putget import AllToAll, ExpertMajor, Payload, ProtocolMisuse, PutgetError, Received
 from putget.adapters.placement import Table
 from putget.adapters.shared import Recipe, SharedWorkspace, combine_dtype_of
 from putget.looks import looks_of
@@ -336,6 +336,7 @@ class Rounds:
         out: torch.Tensor | None = None,
         addend: torch.Tensor | None = None,
         by_source: bool = False,
+        layout: ExpertMajor | None = None,
     ) -> torch.Tensor:
         """Gets the rows back and sums them: [num_tokens, ...].
 
@@ -344,6 +345,7 @@ class Rounds:
                 returned; None: they were written to ``combine_input``.
             name: What the caller calls rows, for messages.
             by_source: The first dimension of [ep_size, max_rows, ...] is the source rank, as ``received`` has it.
+            layout: What ``received.expert_major`` returned; rows are in its order then.
             out: Where to write.
             addend: [num_tokens, ...], added last.
 
@@ -354,9 +356,9 @@ class Rounds:
         """
         self.require_open("combine")
         a2a = self.all_to_all
-        taken = None if rows is None else self._as_taken(rows, name, by_source)
+        taken = rows if rows is None or layout is not None else self._as_taken(rows, name, by_source)
         try:
-            combined = a2a.combine(taken, out=out, addend=addend)
+            combined = a2a.combine(taken, layout=layout, out=out, addend=addend)
         except PutgetError:
             self.shared.open_round = None  # the round is lost; after set_active_ranks the next one may begin
             raise

@@ -27,18 +27,19 @@ class Tiles(NamedTuple):
         weights_first: Tiles are computed transposed: few rows fill the narrow side of the tensor cores.
         stages: Blocks of 128 along k that are on the way into shared memory.
         programs_per_sm: What shared memory and registers allow.
+        columns: Of a tile: rows of the weights. It divides 128.
     """
 
     rows: int
     weights_first: bool
     stages: int
     programs_per_sm: int
+    columns: int = 128
 
 
-_COLUMNS = 128
 _WARPS = 4
 # By the rows that an expert is expected to have, from the timings of benchmarks/grouped_fp8.py.
-_BY_ROWS = ((8, Tiles(16, True, 5, 2)), (24, Tiles(32, True, 5, 2)))
+_BY_ROWS = ((4, Tiles(16, True, 5, 4, 64)), (8, Tiles(16, True, 5, 2)), (24, Tiles(32, True, 5, 2)))
 _MANY_ROWS = Tiles(64, False, 4, 2)
 
 
@@ -170,7 +171,7 @@ def launch(
     kernel[(_programs(out.device, num_sms) * tiles.programs_per_sm,)](
         TensorDescriptor.from_tensor(rows.codes, [tiles.rows, _GROUP]),
         rows.scales,
-        TensorDescriptor.from_tensor(weights.view(num_experts * n, k), [_COLUMNS, _GROUP]),
+        TensorDescriptor.from_tensor(weights.view(num_experts * n, k), [tiles.columns, _GROUP]),
         weight_scales,
         out,
         rows.starts,
@@ -180,7 +181,7 @@ def launch(
         k,
         EXPERTS=triton.next_power_of_2(num_experts),
         BLOCK_M=tiles.rows,
-        BLOCK_N=_COLUMNS,
+        BLOCK_N=tiles.columns,
         BLOCK_K=_GROUP,
         WEIGHTS_FIRST=tiles.weights_first,
         num_warps=_WARPS,

@@ -13,6 +13,9 @@ from putget.adapters.engines import announce, announce_launch, require_version
 from putget.adapters.placement import Table
 from putget.adapters.rounds import Rounds
 from putget.adapters.shared import TIMEOUT_S, WARMUP_TIMEOUT_S, engine_workspace_bytes, shared_workspace
+from putget.adapters.transformers.grouped import gate_of
+from putget.moe.experts import bf16_networks
+from putget.moe.kernels import Gate
 
 _WEIGHTS = ("gate_up_proj", "down_proj")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -77,6 +80,10 @@ class ExpertExchange:
         announce_launch("transformers", rounds.all_to_all, len(rows))
         if received.stats is not None:
             self.hear(received.stats)
+        networks = getattr(self.experts_forward, "__self__", None)
+        gate = self._gate_of(networks, rows.device)
+        if gate is not None:
+            return self._by_expert(rounds, received, networks, gate)
         output = None
         try:
             if rows.is_cpu:
@@ -88,6 +95,24 @@ class ExpertExchange:
             raise
         began = time.perf_counter()
         combined = rounds.combine(output, name="the experts' output")
+        self.waited_s += time.perf_counter() - began
+        return combined
+
+    def _gate_of(self, networks: Any, device: torch.device) -> Gate | None:
+        """The gate of experts that putget's kernels compute here; None: their own forward does."""
+        return None if device.type == "cpu" else gate_of(networks, self.num_local_experts)
+
+    def _by_expert(self, rounds: Rounds, received: Received, networks: Any, gate: Gate) -> torch.Tensor:
+        """The rest of a round on a GPU: this rank's experts on the rows that came, and combine."""
+        try:
+            grouped = received.expert_major()
+            (came,) = grouped.payloads
+            output = bf16_networks(came, grouped, networks.gate_up_proj, networks.down_proj, gate)
+        except BaseException:
+            rounds.release()
+            raise
+        began = time.perf_counter()
+        combined = rounds.combine(output, name="the experts' output", layout=grouped)
         self.waited_s += time.perf_counter() - began
         return combined
 

@@ -1,0 +1,253 @@
+"""A decode step of a transformers model with its experts under putget, and under transformers' own implementations.
+
+    python benchmarks/transformers_step.py --output_file step.json
+    torchrun --nproc_per_node 2 benchmarks/transformers_step.py       # each rank has requests of its own
+
+The model has the shape of Qwen3-30B-A3B and random BF16 weights. A step is one token of each request, over a static
+cache, captured in a CUDA graph. On one GPU the peers are transformers' "grouped_mm" and "batched_mm", whose logits are
+compared first, in the same process. Medians of the slowest rank, in us. For some batches the kernels of a step are
+shown by kind, and an eager step runs with host synchronisation forbidden.
+On the CPU (--device cpu, with small sizes) nothing is captured: that checks this program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+
+import putget
+from putget.adapters.transformers import spread
+
+PEERS = ("grouped_mm", "batched_mm")
+_ROUNDS = 25
+_TOLERANCE = 0.05  # of the logits' norm: 48 layers in BF16, rounded in another order
+# The work of kernels, by parts of their names.
+_KINDS = {
+    "round": ("dispatch_kernel", "combine_kernel", "combine_bulk"),
+    "rows by expert": ("count_kernel", "place_kernel", "finalize_kernel"),
+    "experts": ("activation_kernel", "GroupProblemShape", "grouped"),
+    "attention": ("flash", "fmha", "attention", "mha"),
+    "dense products": ("nvjet", "gemm", "cublas"),
+}
+
+
+def config_of(given: argparse.Namespace) -> Any:
+    """The model's; sizes of Qwen3-30B-A3B unless others are given."""
+    return transformers.Qwen3MoeConfig(
+        vocab_size=given.vocab_size,
+        hidden_size=given.hidden_size,
+        intermediate_size=3 * given.hidden_size,
+        moe_intermediate_size=given.intermediate_size,
+        num_hidden_layers=given.layers,
+        num_attention_heads=given.heads,
+        num_key_value_heads=max(1, given.heads // 8),
+        head_dim=128,
+        num_experts=given.num_experts,
+        num_experts_per_tok=given.top_k,
+        norm_topk_prob=True,
+        max_position_embeddings=40960,
+        tie_word_embeddings=False,
+    )
+
+
+def make_model(given: argparse.Namespace, device: torch.device) -> Any:
+    """Random weights, the same on all ranks, made on the device."""
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            model = transformers.Qwen3MoeForCausalLM._from_config(config_of(given))
+    finally:
+        torch.set_default_dtype(before)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                parameter.normal_(0.0, 0.02)
+    return model.eval()
+
+
+class Step:
+    """One token of each request."""
+
+    def __init__(self, model: Any, batch: int, context: int, device: torch.device, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.model = model
+        self.ids = torch.randint(model.config.vocab_size, (batch, 1), generator=generator).to(device)
+        self.cache = transformers.StaticCache(config=model.config, max_cache_len=context)
+        self.position = torch.full((batch, 1), context - 2, device=device)
+        self.graph: Any = None
+        self.logits: Any = None
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Eagerly; the cache's length is the same for each call."""
+        self.cache.reset()
+        output = self.model(input_ids=self.ids, cache=self.cache, position_ids=self.position)
+        self.logits = output.logits[:, -1]
+
+    def capture(self) -> None:
+        """Captures it, where there is a GPU."""
+        self.run()
+        self.run()
+        if self.ids.is_cuda:
+            torch.cuda.synchronize()
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.run()
+
+    def __call__(self) -> None:
+        """As captured."""
+        if self.graph is None:
+            self.run()
+        else:
+            self.graph.replay()
+
+
+def microseconds(step: Callable[[], None], device: torch.device) -> float:
+    """The median of the slowest rank."""
+    taken = []
+    for _ in range(_ROUNDS + 3):
+        if dist.get_world_size() > 1:
+            dist.barrier()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        taken.append((time.perf_counter() - begin) * 1e6)
+    slowest = torch.tensor(taken[3:], dtype=torch.float64)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return round(statistics.median(slowest.tolist()), 1)
+
+
+def kinds_of(step: Callable[[], None]) -> dict[str, float]:
+    """Microseconds of a step's kernels by kind; those that run side by side count both."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(5):
+            step()
+        torch.cuda.synchronize()
+    found = dict.fromkeys([*_KINDS, "others"], 0.0)
+    for event in profile.key_averages():
+        kind = next((kind for kind, parts in _KINDS.items() if any(part in event.key for part in parts)), "others")
+        found[kind] += event.self_device_time_total / 5
+    return {kind: round(value, 1) for kind, value in found.items()}
+
+
+def refuses_synchronisation(step: Step) -> str | None:
+    """Why an eager step waits for the device, or None."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step.run()
+    except RuntimeError as error:
+        return str(error).split("\n")[0]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return None
+
+
+def measure(
+    name: str, model: Any, given: argparse.Namespace, device: torch.device, rank: int, known: dict[int, torch.Tensor]
+) -> dict[str, Any]:
+    """All batches with one implementation; `known` has the logits that the first one gave."""
+    line: dict[str, Any] = {"experts": name, "us": {}, "kinds": {}, "error": {}}
+    for batch in given.batches:
+        if name == "batched_mm" and batch > given.most_batched:
+            continue
+        step = Step(model, batch, given.context, device, seed=rank * 1009 + batch)
+        step.capture()
+        step()
+        if batch in known:
+            want, got = known[batch].float(), step.logits.float()
+            line["error"][batch] = round(float((got - want).norm() / want.norm()), 5)
+            if not line["error"][batch] <= _TOLERANCE:
+                raise SystemExit(f"{name}, {batch} requests: logits differ by {line['error'][batch]}")
+        else:
+            known[batch] = step.logits.clone()
+        line["us"][batch] = microseconds(step, device)
+        if device.type == "cuda" and batch in given.shown:
+            line["kinds"][batch] = kinds_of(step)
+        if device.type == "cuda" and name == "putget" and batch == given.batches[0]:
+            line["waits_for_the_device"] = refuses_synchronisation(step)
+        del step
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return line
+
+
+def numbers(text: str) -> list[int]:
+    """Of a list like 1,8,32."""
+    return [int(part) for part in text.split(",") if part]
+
+
+def main() -> None:
+    """Measures, prints a line for each implementation, and writes the JSON."""
+    parser = argparse.ArgumentParser(description="A decode step of Qwen3-30B-A3B's shape")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--batches", type=numbers, default=[1, 8, 32, 128, 512])
+    parser.add_argument("--shown", type=numbers, default=[1, 32, 512], help="batches whose kernels are shown by kind")
+    parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--hidden_size", type=int, default=2048)
+    parser.add_argument("--intermediate_size", type=int, default=768)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--num_experts", type=int, default=128)
+    parser.add_argument("--top_k", type=int, default=8)
+    parser.add_argument("--vocab_size", type=int, default=151936)
+    parser.add_argument("--most_batched", type=int, default=32, help="batched_mm copies the weights of each choice")
+    parser.add_argument("--output_file", type=Path)
+    given = parser.parse_args()
+    if "RANK" not in os.environ:
+        store = dist.FileStore(str(Path(tempfile.mkdtemp()) / "store"), 1)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    else:
+        dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    device = torch.device(given.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    model = make_model(given, device)
+    lines: list[dict[str, Any]] = []
+    known: dict[int, torch.Tensor] = {}
+    for name in PEERS if ranks == 1 else ():
+        model.set_experts_implementation(name)
+        lines.append(measure(name, model, given, device, rank, known))
+        print(json.dumps(lines[-1]), flush=True)
+    model.set_experts_implementation("grouped_mm")
+    with contextlib.ExitStack() as stack:
+        comm = stack.enter_context(putget.Communicator())
+        stack.callback(spread(model, comm, max_tokens_per_rank=max(given.batches)).end)
+        lines.append(measure("putget", model, given, device, rank, known))
+    if rank == 0:
+        print(json.dumps(lines[-1]), flush=True)
+        report = {
+            "schema": "putget.transformers_step/1",
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            "ranks": ranks,
+            "transformers": transformers.__version__,
+            "settings": {key: value for key, value in vars(given).items() if key != "output_file"},
+            "lines": lines,
+        }
+        if given.output_file:
+            given.output_file.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
