@@ -88,6 +88,7 @@ class Step:
         self.model = model
         self.ids = torch.randint(model.config.vocab_size, (batch, 1), generator=generator).to(device)
         self.cache = transformers.StaticCache(config=model.config, max_cache_len=context)
+        self.context = context
         self.position = torch.full((batch, 1), context - 2, device=device)
         self.graph: Any = None
         self.logits: Any = None
@@ -95,7 +96,12 @@ class Step:
     @torch.no_grad()
     def run(self) -> None:
         """Eagerly; the cache's length is the same for each call."""
-        self.cache.reset()
+        for layer in self.cache.layers:  # before the first call there is none
+            length = getattr(layer, "cumulative_length", None)
+            if isinstance(length, torch.Tensor):
+                length.fill_(self.context - 2)
+            elif length is not None:
+                layer.cumulative_length = self.context - 2
         output = self.model(input_ids=self.ids, cache=self.cache, position_ids=self.position)
         self.logits = output.logits[:, -1]
 

@@ -7,6 +7,7 @@ import torch
 from putget.balancer import ReplicaChoice, rebalance
 from putget.balancer.choice import BY_PAIR
 from putget.moe import GroupLimitedRouting, SoftmaxRouting, grouped_fp8, grouped_fp8_triton, router_triton
+from putget.moe.expert_rows import ExpertRows
 from tests.moe.test_grouped_fp8 import PRODUCTS
 
 RULES = (
@@ -90,8 +91,25 @@ def check_quantised() -> None:
         print("quantised" if right else f"otherwise: {count}")
 
 
+def check_bf16() -> None:
+    """Says "close" for every kind of tiles: the product of bfloat16 rows and weights."""
+    generator = torch.Generator().manual_seed(8)
+    starts, counts = (torch.tensor(one, dtype=torch.int32) for one in ([2, 5, 5], [3, 0, 40]))
+    rows = torch.randn(45, 192, generator=generator).bfloat16()
+    weights = (torch.randn(3, 256, 192, generator=generator) / 14).bfloat16()
+    for expected_rows in (1, 6, 16, 1000):
+        out = torch.full((45, 256), float("nan"), dtype=torch.bfloat16)
+        given = ExpertRows(rows, None, starts, counts)
+        grouped_fp8_triton.grouped_mm(given, weights, None, out, expected_rows, num_sms=None)
+        want = torch.cat([rows[2:5].float() @ weights[0].float().T, rows[5:].float() @ weights[2].float().T])
+        error = (out[2:].float() - want).norm(dim=1) / want.norm(dim=1)
+        right = bool(out[:2].isnan().all()) and bool((error <= 2.0**-7).all())  # rounded once, towards zero
+        print("close" if right else f"otherwise: {expected_rows}, {error.max()}")
+
+
 def main() -> None:
     """Says "right" for every product and every kind of tiles."""
+    check_bf16()
     check_rules()
     check_placed()
     check_quantised()

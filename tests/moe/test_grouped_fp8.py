@@ -154,6 +154,7 @@ def test_kernels_without_a_gpu() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count("right") == 3 * len(PRODUCTS), result.stdout
     assert result.stdout.count("chosen") == 2 * 5, result.stdout
+    assert result.stdout.count("close") == 4, result.stdout
     assert result.stdout.count("placed") == 2 * 3, result.stdout
     assert result.stdout.count("quantised") == 4, result.stdout
 

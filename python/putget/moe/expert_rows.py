@@ -1,4 +1,4 @@
-"""The rows of experts, as block-scaled products take them."""
+"""The rows of experts, as grouped products take them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """Rows with one scale per 128 values, and which expert has which.
+    """Rows, and which expert has which.
 
     Attributes:
-        codes: [capacity, k] float8_e4m3fn, contiguous; k a multiple of 128.
-        scales: [capacity, k / 128] float32, contiguous.
+        codes: [capacity, k] float8_e4m3fn, contiguous, k a multiple of 128; or bfloat16, k a multiple of 64.
+        scales: [capacity, k / 128] float32, contiguous: one per 128 values; None of bfloat16.
         starts: [num_experts] int32: the first row of each expert.
         counts: [num_experts] int32: its rows.
     """
 
     codes: Tensor
-    scales: Tensor
+    scales: Tensor | None
     starts: Tensor
     counts: Tensor
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Protocol
 
 import torch
@@ -12,6 +13,8 @@ from putget.moe import grouped_fp8
 from putget.moe.expert_rows import ExpertRows
 from putget.moe.kernels import Gate, gated_activation
 from putget.payload import Payload
+
+_TRITON_ROWS = 256  # of a bfloat16 expert: up to there Triton's product is faster than torch's
 
 
 class Groups(Protocol):
@@ -89,7 +92,7 @@ class Bf16Experts(nn.Module):
 
     def forward(self, payloads: Sequence[Tensor], groups: Groups, expected_rows: int) -> Tensor:
         """See ``Experts.__call__``."""
-        return bf16_networks(payloads[0], groups, self.gate_up, self.down, self.gate)
+        return bf16_networks(payloads[0], groups, self.gate_up, self.down, self.gate, expected_rows)
 
 
 class Fp8Experts(nn.Module):
@@ -170,7 +173,9 @@ class Fp8Experts(nn.Module):
         return fp8_networks(payloads, groups, weights, self.gate, expected_rows)
 
 
-def bf16_networks(rows: Tensor, groups: Groups, gate_up: Tensor, down: Tensor, gate: Gate) -> Tensor:
+def bf16_networks(
+    rows: Tensor, groups: Groups, gate_up: Tensor, down: Tensor, gate: Gate, expected_rows: int
+) -> Tensor:
     """Each expert's network over its rows: [capacity, hidden_size] bfloat16 of the same.
 
     Args:
@@ -179,10 +184,11 @@ def bf16_networks(rows: Tensor, groups: Groups, gate_up: Tensor, down: Tensor, g
         gate_up: [num_experts, 2 * intermediate_size, hidden_size] bfloat16.
         down: [num_experts, hidden_size, intermediate_size] bfloat16.
         gate: "silu" or "gelu".
+        expected_rows: Rows of an expert on average.
     """
-    between = grouped_bf16_mm(rows, gate_up, groups)
+    between = grouped_bf16_mm(rows, gate_up, groups, expected_rows)
     active = gated_activation(between, gate, num_valid=(groups.offsets, groups.num_rows))
-    return grouped_bf16_mm(active, down, groups)
+    return grouped_bf16_mm(active, down, groups, expected_rows)
 
 
 def fp8_networks(
@@ -216,18 +222,27 @@ def fp8_networks(
     )
 
 
-def grouped_bf16_mm(rows: Tensor, weights: Tensor, groups: Groups) -> Tensor:
+def grouped_bf16_mm(rows: Tensor, weights: Tensor, groups: Groups, expected_rows: int) -> Tensor:
     """Each expert's rows times the transpose of its weights, summed in float32.
+
+    On CUDA few rows run by Triton's kernel of ``putget.moe.grouped_fp8``, many by ``torch._grouped_mm``: the same bits.
 
     Args:
         rows: [capacity, k] bfloat16.
         weights: [num_experts, n, k] bfloat16.
         groups: Where each expert's rows are.
+        expected_rows: Rows of an expert on average. It changes the speed, not what is computed.
 
     Returns:
         [capacity, n] bfloat16; rows that belong to no expert are undefined.
     """
     if rows.is_cuda and len(rows) and len(weights):
+        kernels = _triton_for(rows.device, weights, expected_rows)
+        if kernels is not None:
+            out = torch.empty((rows.shape[0], weights.shape[1]), dtype=rows.dtype, device=rows.device)
+            few = ExpertRows(rows, None, groups.offsets[:-1], groups.num_rows)
+            kernels.grouped_mm(few, weights, None, out, expected_rows, None)
+            return out
         # Padding rows between groups count as rows of the expert before them: computed, and never looked at.
         product: Tensor = torch._grouped_mm(rows, weights.transpose(1, 2), offs=groups.offsets[1:])
         return product
@@ -237,6 +252,14 @@ def grouped_bf16_mm(rows: Tensor, weights: Tensor, groups: Groups) -> Tensor:
             span = slice(start, start + count)
             out[span] = (rows[span].float() @ weights[expert].float().T).to(out.dtype)
     return out
+
+
+def _triton_for(device: torch.device, weights: Tensor, expected_rows: int) -> ModuleType | None:
+    """Triton's kernels, where they are faster than torch's and take such weights; see benchmarks/grouped_fp8.py."""
+    _, n, k = weights.shape
+    if expected_rows > _TRITON_ROWS or n % 128 or k % 64 or weights.numel() // k >= 1 << 31:
+        return None
+    return grouped_fp8.triton_kernels() if grouped_fp8.has_tensor_copies(device) else None
 
 
 def _weight(num_experts: int, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:

@@ -103,12 +103,12 @@ def fused_layer(
         topk_ids, topk_weights, *payloads, num_valid_tokens=num_valid_tokens, busiest_tokens=busiest_tokens
     )
     grouped = received.expert_major(memory=memory)
+    busiest = max(num_tokens, busiest_tokens or 0) or received.payloads[0].shape[1]
+    expected = -(-busiest * a2a.ep_size * topk_ids.shape[1] // len(a2a.expert_to_rank))
     if weights is None:
-        result = bf16_networks(grouped.payloads[0], grouped, gate_up, down, gate)
+        result = bf16_networks(grouped.payloads[0], grouped, gate_up, down, gate, expected)
     else:
-        busiest = max(num_tokens, busiest_tokens or 0) or received.payloads[0].shape[1]
-        pairs = busiest * a2a.ep_size * topk_ids.shape[1]
-        result = fp8_networks(grouped.payloads, grouped, weights, gate, -(-pairs // len(a2a.expert_to_rank)))
+        result = fp8_networks(grouped.payloads, grouped, weights, gate, expected)
     return a2a.combine(result, layout=grouped, out=out, addend=addend)
 
 

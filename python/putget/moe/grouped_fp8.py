@@ -4,6 +4,7 @@ The recipe is that of DeepSeek-V3 (technical report, section 3.3.2): weights are
 128x128 block, activations E4M3 with one float32 scale per row and 128 values. A product of 128 values is scaled, and
 added up in float32. On CUDA the product of many rows is the library's kernel where GPU and sizes allow it. Otherwise,
 and for quantisation, Triton's kernels run, which are imported at the first call. Both products give the same bits.
+Triton's product takes bfloat16 rows and weights, too: ``putget.moe.experts`` uses it for few rows.
 """
 
 from __future__ import annotations
@@ -45,6 +46,25 @@ def _kernels() -> ModuleType:
         raise BackendUnavailable(
             f"FP8 experts on CUDA need Triton, which torch for CUDA comes with: {error}"
         ) from error
+
+
+def triton_kernels() -> ModuleType | None:
+    """The same; None where there is no Triton."""
+    try:
+        return _kernels()
+    except BackendUnavailable:
+        return None
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+@functools.cache
+def has_tensor_copies(device: torch.device) -> bool:
+    """Whether the GPU has what Triton's product reads tiles with: compute capability 9.0 on."""
+    return _capability(device) >= _NATIVE_CAPABILITY
 
 
 def check_multiple(name: str, size: int) -> None:
@@ -125,11 +145,6 @@ def dequantise_blocks(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 @functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
-@functools.cache
 def _say(device: torch.device, num_experts: int, n: int, k: int, why: str) -> None:
     """Says once for each shape that the library's kernel does not run, and why."""
     logger.info("FP8 experts [%d, %d, %d] on %s: %s, so products are Triton's", num_experts, n, k, device, why)
@@ -163,6 +178,7 @@ def _native_product(
 ) -> None:
     """The kernel of the library; writes into out. At least one row and one expert."""
     num_experts, n, k = weights.shape
+    assert rows.scales is not None  # they are checked
     args = _abi.MoeProductArgs(
         device=_abi.DEVICE_CUDA,
         ordinal=out.device.index or 0,
@@ -235,6 +251,7 @@ def grouped_fp8_mm(
     for expert, (start, count) in enumerate(zip(rows.starts.tolist(), rows.counts.tolist(), strict=True)):
         if count:
             span = slice(start, start + count)
+            assert rows.scales is not None
             left = dequantise_rows(rows.codes[span], rows.scales[span])
             out[span] = (left @ dequantise_blocks(weights[expert], weight_scales[expert]).T).bfloat16()
     return out

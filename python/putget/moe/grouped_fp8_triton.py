@@ -1,4 +1,4 @@
-"""Triton kernels of block-scaled FP8 experts: see ``putget.moe.grouped_fp8``, which imports this at the first use."""
+"""Triton kernels of experts, block-scaled FP8 and BF16: ``putget.moe.grouped_fp8`` imports this at the first use."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from putget.moe.expert_rows import ExpertRows
 
 _GROUP = 128
+_BLOCK_BYTES = 128  # of a row, along k
 _LARGEST = 448.0  # of E4M3
 _SMALLEST = 1e-12
 _GROUPS_EACH = 8  # groups of 128 values that one program quantises at a time
@@ -41,11 +42,14 @@ _WARPS = 4
 # By the rows that an expert is expected to have, from the timings of benchmarks/grouped_fp8.py.
 _BY_ROWS = ((4, Tiles(16, True, 5, 4, 64)), (8, Tiles(16, True, 5, 2)), (24, Tiles(32, True, 5, 2)))
 _MANY_ROWS = Tiles(64, False, 4, 2)
+_BF16_BY_ROWS = ((4, Tiles(16, True, 5, 4, 64)), (8, Tiles(16, True, 5, 2)), (24, Tiles(32, True, 3, 3)))
+_BF16_MANY_ROWS = Tiles(64, False, 3, 3)
 
 
-def tiles_for(expected_rows: int) -> Tiles:
-    """The tiles for experts of about so many rows."""
-    return next((tiles for most, tiles in _BY_ROWS if expected_rows <= most), _MANY_ROWS)
+def tiles_for(expected_rows: int, scaled: bool = True) -> Tiles:
+    """The tiles for experts of about so many rows; of bfloat16 where they have no scales."""
+    by_rows, many = (_BY_ROWS, _MANY_ROWS) if scaled else (_BF16_BY_ROWS, _BF16_MANY_ROWS)
+    return next((tiles for most, tiles in by_rows if expected_rows <= most), many)
 
 
 @triton.jit
@@ -65,6 +69,7 @@ def grouped_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     """Persistent: each program takes every num_programs-th tile of the valid rows, whose number ``counts`` has.
 
@@ -75,7 +80,7 @@ def grouped_kernel(
     float32; weights, a descriptor of [num_experts * n, k] e4m3 with boxes [BLOCK_N, BLOCK_K]; weight_scales
     [num_experts, n / 128, k / 128] float32; out [capacity, n] bfloat16; starts and counts [num_experts] int32; EXPERTS,
     a power of two from num_experts on; BLOCK_N divides 128, so that a tile has one weight scale for each block of k;
-    BLOCK_K 128.
+    BLOCK_K 128. Without SCALED rows and weights are bfloat16, scales are not read, and BLOCK_K is 64.
     """
     expert_range = tl.arange(0, EXPERTS)
     tiles_m = tl.cdiv(tl.load(counts + expert_range, mask=expert_range < num_experts, other=0), BLOCK_M)
@@ -98,8 +103,9 @@ def grouped_kernel(
         row = (first_row + tl.minimum(m_range, rows_left - 1)).to(tl.int64)
         column = tile_n * BLOCK_N + n_range
         first_weight = expert * n_size + tile_n * BLOCK_N
-        row_scale_at = row_scales + row * k_blocks
-        weight_scale_at = weight_scales + (first_weight // BLOCK_K).to(tl.int64) * k_blocks
+        if SCALED:
+            row_scale_at = row_scales + row * k_blocks
+            weight_scale_at = weight_scales + (first_weight // BLOCK_K).to(tl.int64) * k_blocks
         if WEIGHTS_FIRST:
             total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
         else:
@@ -107,11 +113,16 @@ def grouped_kernel(
         for block in range(k_blocks):
             left = rows.load([first_row, block * BLOCK_K])
             right = weights.load([first_weight, block * BLOCK_K])
-            scale = tl.load(row_scale_at + block) * tl.load(weight_scale_at + block)
-            if WEIGHTS_FIRST:
-                total += tl.dot(right, tl.trans(left)) * scale[None, :]
+            if SCALED:
+                scale = tl.load(row_scale_at + block) * tl.load(weight_scale_at + block)
+                if WEIGHTS_FIRST:
+                    total += tl.dot(right, tl.trans(left)) * scale[None, :]
+                else:
+                    total += tl.dot(left, tl.trans(right)) * scale[:, None]
+            elif WEIGHTS_FIRST:
+                total = tl.dot(right, tl.trans(left), total)
             else:
-                total += tl.dot(left, tl.trans(right)) * scale[:, None]
+                total = tl.dot(left, tl.trans(right), total)
         if WEIGHTS_FIRST:
             out_at = out + row[None, :] * n_size + column[:, None]
             tl.store(out_at, total.to(tl.bfloat16), mask=(m_range < rows_left)[None, :])
@@ -156,23 +167,33 @@ def quantise_kernel(
 
 
 def grouped_mm(
-    rows: ExpertRows, weights: Tensor, weight_scales: Tensor, out: Tensor, expected_rows: int, num_sms: int | None
+    rows: ExpertRows,
+    weights: Tensor,
+    weight_scales: Tensor | None,
+    out: Tensor,
+    expected_rows: int,
+    num_sms: int | None,
 ) -> None:
-    """See ``putget.moe.grouped_fp8.grouped_fp8_mm``; writes into out. At least one row and one expert."""
-    launch(rows, weights, weight_scales, out, tiles_for(expected_rows), num_sms)
+    """See ``putget.moe.grouped_fp8.grouped_fp8_mm``; writes into out. At least one row and one expert.
+
+    Without scales rows and weights are bfloat16, k is a multiple of 64 and n one of 128.
+    """
+    launch(rows, weights, weight_scales, out, tiles_for(expected_rows, weight_scales is not None), num_sms)
 
 
 def launch(
-    rows: ExpertRows, weights: Tensor, weight_scales: Tensor, out: Tensor, tiles: Tiles, num_sms: int | None
+    rows: ExpertRows, weights: Tensor, weight_scales: Tensor | None, out: Tensor, tiles: Tiles, num_sms: int | None
 ) -> None:
-    """The same, cut as the caller says."""
+    """The same, cut as the caller says; of bfloat16 rows and weights where there are no scales."""
     num_experts, n, k = weights.shape
+    scaled = rows.scales is not None and weight_scales is not None
+    block = _BLOCK_BYTES // weights.element_size()
     kernel: Any = grouped_kernel
     kernel[(_programs(out.device, num_sms) * tiles.programs_per_sm,)](
-        TensorDescriptor.from_tensor(rows.codes, [tiles.rows, _GROUP]),
-        rows.scales,
-        TensorDescriptor.from_tensor(weights.view(num_experts * n, k), [tiles.columns, _GROUP]),
-        weight_scales,
+        TensorDescriptor.from_tensor(rows.codes, [tiles.rows, block]),
+        rows.scales if scaled else out,
+        TensorDescriptor.from_tensor(weights.view(num_experts * n, k), [tiles.columns, block]),
+        weight_scales if scaled else out,
         out,
         rows.starts,
         rows.counts,
@@ -182,8 +203,9 @@ def launch(
         EXPERTS=triton.next_power_of_2(num_experts),
         BLOCK_M=tiles.rows,
         BLOCK_N=tiles.columns,
-        BLOCK_K=_GROUP,
+        BLOCK_K=block,
         WEIGHTS_FIRST=tiles.weights_first,
+        SCALED=scaled,
         num_warps=_WARPS,
         num_stages=tiles.stages,
     )

@@ -83,7 +83,7 @@ class ExpertExchange:
         networks = getattr(self.experts_forward, "__self__", None)
         gate = self._gate_of(networks, rows.device)
         if gate is not None:
-            return self._by_expert(rounds, received, networks, gate)
+            return self._by_expert(rounds, received, networks, gate, len(rows))
         output = None
         try:
             if rows.is_cpu:
@@ -102,12 +102,17 @@ class ExpertExchange:
         """The gate of experts that putget's kernels compute here; None: their own forward does."""
         return None if device.type == "cpu" else gate_of(networks, self.num_local_experts)
 
-    def _by_expert(self, rounds: Rounds, received: Received, networks: Any, gate: Gate) -> torch.Tensor:
+    def _by_expert(
+        self, rounds: Rounds, received: Received, networks: Any, gate: Gate, num_tokens: int
+    ) -> torch.Tensor:
         """The rest of a round on a GPU: this rank's experts on the rows that came, and combine."""
         try:
             grouped = received.expert_major()
             (came,) = grouped.payloads
-            output = bf16_networks(came, grouped, networks.gate_up_proj, networks.down_proj, gate)
+            # If every rank has as many tokens. One without any knows nothing of the others.
+            pairs = (num_tokens or self.max_tokens_per_rank) * received.num_tokens.shape[0] * rounds.top_k
+            expected = -(-pairs // rounds.num_experts)
+            output = bf16_networks(came, grouped, networks.gate_up_proj, networks.down_proj, gate, expected)
         except BaseException:
             rounds.release()
             raise
