@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -51,6 +52,7 @@ def test_both_products_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> No
     for counts, n, k in (((3, 0, 1, 20), 384, 192), ((1, 130, 2), 1536, 2048), ((7,) * 64, 256, 512)):
         rows, weights, places = made(counts, n, k, "cuda")
         end = int(places.offsets[-1])
+        monkeypatch.setattr(experts, "_loaded", set())
         found = [grouped_bf16_mm(rows, weights, places, expected)[:end] for expected in (1, 6, 16, 100)]
         with monkeypatch.context() as torch_alone:
             torch_alone.setattr(experts, "_TRITON_ROWS", 0)
@@ -59,7 +61,10 @@ def test_both_products_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_triton_is_for_few_rows_and_whole_tiles_on_new_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = object()
+    kernels = SimpleNamespace(tiles_for=lambda rows, scaled: "few" if rows < 8 else "many")
+    captures = True
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures)
+    monkeypatch.setattr(experts, "_loaded", set())
     monkeypatch.setattr(experts.grouped_fp8, "has_tensor_copies", lambda device: device.index != 1)
     monkeypatch.setattr(experts.grouped_fp8, "triton_kernels", lambda: kernels)
     new, old = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -69,3 +74,10 @@ def test_triton_is_for_few_rows_and_whole_tiles_on_new_gpus(monkeypatch: pytest.
     assert experts._triton_for(old, weights, 1) is None
     assert experts._triton_for(new, torch.empty(2, 192, 128, device="meta"), 1) is None
     assert experts._triton_for(new, torch.empty(2, 256, 96, device="meta"), 1) is None
+    assert experts._triton_for(new, weights, 1) is kernels
+    # Outside of a capture: to load a kernel, and where the product takes longer than its launch.
+    captures = False
+    assert [experts._triton_for(new, weights, rows) for rows in (1, 8, 9, 16)] == [None, kernels, None, kernels]
+    assert experts._triton_for(torch.device("cuda", 2), weights, 1) is kernels
+    monkeypatch.setattr(experts.grouped_fp8, "triton_kernels", lambda: None)
+    assert experts._triton_for(new, weights, 100) is None

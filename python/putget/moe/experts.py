@@ -15,6 +15,8 @@ from putget.moe.kernels import Gate, gated_activation
 from putget.payload import Payload
 
 _TRITON_ROWS = 256  # of a bfloat16 expert: up to there Triton's product is faster than torch's
+_EAGER_ROWS = 16  # from there on it is, also where the host waits for the GPU
+_loaded: set[tuple[object, ...]] = set()  # devices, shapes and tiles of Triton's product that have run
 
 
 class Groups(Protocol):
@@ -225,7 +227,8 @@ def fp8_networks(
 def grouped_bf16_mm(rows: Tensor, weights: Tensor, groups: Groups, expected_rows: int) -> Tensor:
     """Each expert's rows times the transpose of its weights, summed in float32.
 
-    On CUDA few rows run by Triton's kernel of ``putget.moe.grouped_fp8``, many by ``torch._grouped_mm``: the same bits.
+    On CUDA few rows run by Triton's kernel of ``putget.moe.grouped_fp8``, many by ``torch._grouped_mm``, and so do the
+    fewest outside of a graph: the same bits.
 
     Args:
         rows: [capacity, k] bfloat16.
@@ -259,7 +262,17 @@ def _triton_for(device: torch.device, weights: Tensor, expected_rows: int) -> Mo
     _, n, k = weights.shape
     if expected_rows > _TRITON_ROWS or n % 128 or k % 64 or weights.numel() // k >= 1 << 31:
         return None
-    return grouped_fp8.triton_kernels() if grouped_fp8.has_tensor_copies(device) else None
+    if not grouped_fp8.has_tensor_copies(device):
+        return None
+    kernels = grouped_fp8.triton_kernels()
+    if kernels is None or expected_rows >= _EAGER_ROWS:
+        return kernels
+    # A launch of Triton's costs the host 0.1 ms more. So eager calls with few rows are torch's, once the kernel has
+    # been loaded for graphs.
+    kind = device, tuple(weights.shape), kernels.tiles_for(expected_rows, scaled=False)
+    is_first = kind not in _loaded
+    _loaded.add(kind)
+    return kernels if is_first or torch.cuda.is_current_stream_capturing() else None
 
 
 def _weight(num_experts: int, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
