@@ -110,7 +110,7 @@ class Step:
         """Captures it, where there is a GPU."""
         self.run()
         torch.manual_seed(self.ids.shape[0])
-        for layer in self.cache.layers:  # what came before the step's token
+        for layer in self.cache.layers:  # of the tokens before the step's
             layer.keys.normal_()
             layer.values.normal_(0.0, 0.1)
         self.run()
@@ -210,7 +210,7 @@ def measure(
 
 
 def numbers(text: str) -> list[int]:
-    """Of a list like 1,8,32."""
+    """The numbers of a list like 1,8,32."""
     return [int(part) for part in text.split(",") if part]
 
 
