@@ -16,7 +16,7 @@ class Cluster:
         self.network = pt.SimNetwork(3)
         self.source = models.Source()
         self.engines = [models.Engine(tp, rank % tp) for rank in range(tp * replicas)]
-        params = weights.describe(self.source, rank=0)
+        self.params = params = weights.describe(self.source, rank=0)
         entries = weights.checkpoint(params)
         recorded = [weights.record(engine, entries) for engine in self.engines]
         self.schedule = weights.plan(params, recorded[:tp], replicas=replicas, task_bytes=20_000)

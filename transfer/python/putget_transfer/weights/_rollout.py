@@ -37,6 +37,9 @@ class _Attempt:
     applied: bool = False
 
 
+_MOVED = "experts have moved since its slots were recorded: record and plan anew, or wait until they lie still"
+
+
 class Rollout:
     """A rollout rank.
 
@@ -55,6 +58,7 @@ class Rollout:
         commit: Literal["swap", "paused"] = "swap",
         move: Callable[[], None] | None = None,
         delta_bytes: int = 0,
+        placed: Callable[[], object] | None = None,
     ) -> None:
         """Register the memory that versions land in.
 
@@ -67,6 +71,9 @@ class Rollout:
             move: Brings a complete version from the memory of `slots` into the weights. With it, versions land in that
                 memory, which is the caller's own second copy, or the weights themselves in part ("paused").
             delta_bytes: Memory for deltas. Where a task's delta does not fit into its share, the task comes whole.
+            placed: Says where experts lie, where a balancer moves them: with putget's, ``lambda: (balancer.is_moving,
+                balancer.placement)``. Slots are right as long as it says what it says now. A version is refused after
+                experts have moved, or while they move; one that is landing then does not come into force.
 
         Raises:
             ValueError: Another word, a rank that the schedule does not have, or memory that differs from the
@@ -77,6 +84,8 @@ class Rollout:
         _compared(slots, schedule, rank)
         self.engine, self.slots, self.schedule, self.rank = engine, slots, schedule, rank
         self.mode, self._own_move = commit, move
+        self._placed = placed
+        self._place = None if placed is None else placed()
         self.version = 0
         self._torn = False
         self._attempt: _Attempt | None = None
@@ -144,13 +153,16 @@ class Rollout:
             Offers, by trainer rank; none if the version is in force already.
 
         Raises:
-            ValueError: An older version, or another one while one is landing; trainers that are missing.
+            ValueError: An older version, or another one while one is landing; trainers that are missing; experts that
+                lie elsewhere than in the slots.
             UpdateFailed: A sender of an attempt that failed could not be fenced: it might still write. It is named.
         """
         if version == self.version and self.state == "whole":
             return {}
         if version <= self.version:
             raise ValueError(f"version: {version} came; {self.version} is in force")
+        if self._have_moved():
+            raise ValueError(f"version: {version} came for rollout rank {self.rank}, but {_MOVED}")
         if self.state == "filling" and self._attempt is not None:
             raise ValueError(f"version: {version} came while {self._attempt.version} is landing; `abort` ends that")
         missing = [rank for rank in self._senders if rank not in trainers]
@@ -222,6 +234,9 @@ class Rollout:
             raise ValueError("ready: no version is expected")
         if attempt.failed:
             raise UpdateFailed(attempt.failed)
+        if self._have_moved():
+            self._fail(f"version {attempt.version}, rollout rank {self.rank}: {_MOVED}")
+            raise UpdateFailed(attempt.failed)
         if attempt.arrival is None:
             return True
         try:
@@ -238,6 +253,10 @@ class Rollout:
             raise UpdateFailed(text, blamed) from error
         self._apply(attempt)
         return True
+
+    def _have_moved(self) -> bool:
+        """Whether experts lie elsewhere than when the slots were recorded, or are about to."""
+        return self._placed is not None and self._placed() != self._place
 
     def _apply(self, attempt: _Attempt) -> None:
         """Apply deltas, once, to the memory in which the rest has landed."""
@@ -300,6 +319,7 @@ class Rollout:
 
         Raises:
             ValueError: The version is not the expected one, or not complete.
+            UpdateFailed: Experts have moved while it landed; `state` says whether the old version is whole.
         """
         if version == self.version and self._attempt is None:
             return
