@@ -6,8 +6,11 @@ import ctypes
 import random
 import shutil
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ pytest.importorskip(
     "putget_transfer._native", reason="putget_transfer is not built: it needs cargo (see `make transfer`)"
 )
 from putget_transfer import weights
+from putget_transfer._native import EngineError, Unavailable
 from putget_transfer.weights import _kernel, _native, _quantise
 
 SOURCE = ROOT / "transfer/engine/src/providers/nvlink/quantise.cu"
@@ -202,3 +206,85 @@ def test_what_the_kernel_cannot_do_is_refused(changes: dict[str, object], words:
 def test_the_kernel_is_for_gpus_alone() -> None:
     assert not _kernel.is_loaded("cpu")
     assert _kernel.matrices(torch.zeros(4, 4)) is None
+
+
+class Context:
+    """A GPU's context, in place of torch's calls and the driver's: a thread lacks it until it has recorded an event."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.loads = 0
+        self.fails: Exception | None = None
+        self.bound = threading.local()
+        monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=self.bind))
+        monkeypatch.setattr(torch.cuda, "device", lambda _number: nullcontext())
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: 0)
+        monkeypatch.setattr(_kernel, "_loaded", {})
+        monkeypatch.setattr(_kernel, "prepare_blocks", self.call)
+        monkeypatch.setattr(_kernel, "quantise_blocks", self.call)
+
+    def bind(self) -> None:
+        """Make it the thread's."""
+        self.bound.is_now = True
+
+    def call(self, *_arguments: object) -> None:
+        """Refuse a thread without it, as the driver does."""
+        self.loads += 1
+        if not hasattr(self.bound, "is_now"):
+            raise EngineError("cuStreamGetCtx: invalid device context")
+        if self.fails is not None:
+            raise self.fails
+
+
+def test_a_thread_without_a_context_gets_one_before_the_driver_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = Context(monkeypatch)
+    assert _kernel.is_loaded("cuda:0")
+    failed = []
+
+    def other() -> None:
+        try:
+            _kernel.launch(torch.zeros(1, 8, 8), None, (0, 0, 8, 8), torch.zeros(1, 1, 1), powers_of_two=False)
+        except EngineError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert not failed
+    assert context.loads == 2
+
+
+def test_a_kernel_that_could_not_be_loaded_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = Context(monkeypatch)
+    context.fails = EngineError("cuModuleLoadData: out of memory")
+    assert not _kernel.is_loaded("cuda:0")
+    context.fails = None
+    assert _kernel.is_loaded("cuda:0")
+    context.fails = Unavailable("CUDA is not available")
+    for _ in range(2):
+        assert not _kernel.is_loaded("cuda:1")
+    assert context.loads == 3
+
+
+@pytest.mark.parametrize("elsewhere", ["values", "scales"])
+def test_memory_on_another_device_is_not_the_kernels(elsewhere: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = []
+    monkeypatch.setattr(_kernel, "matrices", lambda tensor: tensor)
+    monkeypatch.setattr(_kernel, "launch", lambda *arguments, **_named: launched.append(arguments))
+    devices = {"values": "cpu", "scales": "cpu"}
+    for meta in ({}, {elsewhere: "meta"}):
+        devices |= meta
+        values = torch.zeros(1, 8, 8, dtype=torch.float8_e4m3fn, device=devices["values"])
+        scales = torch.zeros(1, 1, 1, device=devices["scales"])
+        _quantise.blocks_into(torch.ones(1, 8, 8), values, (0, 0, 8, 8), scales, powers_of_two=False)
+    assert len(launched) == 1
+
+
+@pytest.mark.gpu
+@gpu
+def test_a_new_thread_rounds_on_the_gpu() -> None:
+    tensor, found = torch.randn(128, 128, device="cuda"), []
+    thread = threading.Thread(target=lambda: found.append(weights.quantise(tensor)))
+    thread.start()
+    thread.join()
+    for one, other in zip(found[0], weights.quantise(tensor.cpu()), strict=True):
+        assert torch.equal(one.cpu().view(torch.uint8), other.view(torch.uint8))

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from putget_transfer._native import EngineError
+from putget_transfer._native import EngineError, Unavailable
 from putget_transfer.weights._native import prepare_blocks, quantise_blocks
 
 DTYPES = ("bfloat16", "float32")
 
 _loaded: dict[int, bool] = {}
+
+
+def _bind() -> None:
+    """Make the current GPU's primary context that of the thread: a new one has none, and default streams name none."""
+    import torch
+
+    torch.cuda.Event().record()  # type: ignore[no-untyped-call]
 
 
 def is_loaded(device: Any) -> bool:
@@ -22,11 +29,14 @@ def is_loaded(device: Any) -> bool:
     number = torch.cuda.current_device() if device.index is None else device.index
     if number not in _loaded:
         with torch.cuda.device(number):
+            _bind()
             try:
                 prepare_blocks(torch.cuda.current_stream())
                 _loaded[number] = True
-            except EngineError:
+            except Unavailable:
                 _loaded[number] = False
+            except EngineError:
+                return False  # memory may be short now: the next call may load it
     return _loaded[number]
 
 
@@ -55,6 +65,7 @@ def launch(source: Any, values: Any, window: tuple[int, int, int, int], scales: 
     import torch
 
     with torch.cuda.device(source.device):
+        _bind()
         quantise_blocks(
             torch.cuda.current_stream(),
             str(source.dtype).removeprefix("torch."),

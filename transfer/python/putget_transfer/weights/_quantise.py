@@ -112,7 +112,8 @@ def blocks_into(
     import torch
 
     tensor = tensor.detach()
-    found = _kernel.matrices(tensor)
+    there = all(memory is None or memory.device == tensor.device for memory in (values, scales))
+    found = _kernel.matrices(tensor) if there else None
     if found is not None:
         _kernel.launch(found, values, window, scales, powers_of_two=powers_of_two)
         return
