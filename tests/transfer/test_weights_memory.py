@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +17,12 @@ import torch
 
 import putget_transfer as pt
 from putget_transfer import weights
-from putget_transfer.weights._prepare import Preparer
+from putget_transfer.weights._deltas import Deltas
+from putget_transfer.weights._pipeline import Pipeline
+from putget_transfer.weights._prepare import Part, Preparer, Work
 from putget_transfer.weights._quantise import SCRATCH, scratch_bytes
-from putget_transfer.weights._staging import Room, padded
+from putget_transfer.weights._report import Report
+from putget_transfer.weights._staging import Room, Writes, padded
 
 WAIT_S = 60.0
 
@@ -133,3 +138,40 @@ def test_rounding_without_the_kernel_takes_no_more_than_it_says(shape: tuple[int
     results = sum(one.numel() * one.element_size() for one in kept)
     assert results < most <= results + scratch_bytes(shape)
     assert scratch_bytes(shape) <= SCRATCH << 20
+
+
+class Later(Preparer):
+    """Prepares at once, and says later that it is done, as a GPU does."""
+
+    def prepare(self, work: Work, memory: Any) -> Any:
+        """Return an event that is never over before it is waited for."""
+        super().prepare(work, memory)
+        return SimpleNamespace(query=lambda: False, synchronize=lambda: None)
+
+
+def test_a_parameter_of_a_later_task_is_counted_once() -> None:
+    small, large, limit = 1_000, 256_000, 516_000
+    tensors = {"a": torch.zeros(small // 4), "b": torch.zeros(large // 4)}
+    params = [(name, list(tensor.shape), "float32") for name, tensor in tensors.items()]
+    works = [
+        Work(256, [Part(0, [0], [1], True, outside=small)]),
+        Work(256, [Part(1, [0], [1], True, outside=2 * large)]),
+    ]
+    # Nobody expects the version: all that is left is to bring parameters together.
+    nobody: Any = SimpleNamespace(targets=lambda _number: [])
+    staging: Any = SimpleNamespace(room=lambda: Room(1_024, limit), bytes=torch.zeros(1_024, dtype=torch.uint8))
+    report = Report(1, 0)
+    writes = Writes(staging, report, time.monotonic() + WAIT_S)
+    preparer = Later(SimpleNamespace(params=params), tensors, report, "cpu")  # type: ignore[arg-type]
+    deltas = Deltas(None, None, None, {})  # type: ignore[arg-type]
+    tasks = [SimpleNamespace(num_bytes=256)] * 2
+    pipeline = Pipeline(0, tasks, works, staging, preparer, writes, nobody, deltas)
+    for number in range(2):
+        pipeline.begin(number)
+    assert len(pipeline.begun) == 2
+    pipeline.flush()
+    assert writes.kept == large
+    assert writes.room.peak == 2 * 256 + small + 2 * large <= limit
+    pipeline.release()
+    writes.end()
+    assert writes.room.held == 0

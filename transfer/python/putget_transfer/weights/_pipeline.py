@@ -17,11 +17,18 @@ from putget_transfer.weights._staging import Staging, Writes
 
 @dataclass(frozen=True)
 class _Begun:
-    """A task that is prepared, or is being so: where its pieces begin, other memory that it holds."""
+    """A task that is prepared, or is being so.
+
+    Attributes:
+        pieces: Where its pieces begin.
+        outside: Bytes of other memory that it holds.
+        gathers: Parameters that had been brought together when it had begun.
+    """
 
     number: int
     pieces: list[int]
     outside: int
+    gathers: int
     event: Any
 
 
@@ -80,7 +87,7 @@ class Pipeline:
                 self._write()
         memory = [self.staging.bytes[first : first + count] for first, count in zip(pieces, work.pieces, strict=True)]
         event = self.preparer.prepare(work, memory)
-        self.begun.append(_Begun(number, pieces, outside, event))
+        self.begun.append(_Begun(number, pieces, outside, self.preparer.gathers, event))
         while self.begun and (self.deltas.kept is not None or _is_over(self.begun[0].event)):
             self._write()
 
@@ -101,7 +108,8 @@ class Pipeline:
             begun.event.synchronize()
         task, writes = self.tasks[begun.number], self.writes
         writes.room.give(begun.pieces[1:], begun.outside)
-        writes.keep(self.preparer.kept_bytes)
+        # A later task that has brought another one together holds it with its own memory, until it is written.
+        writes.keep(self.preparer.kept_bytes if self.preparer.gathers == begun.gathers else 0)
         first = begun.pieces[0]
         writes.begin(first)
         targets = self._targets(begun.number)

@@ -181,6 +181,7 @@ class Preparer:
         self.params, self.tensors, self.report = schedule.params, tensors, report
         self.device = torch.device(device)
         self.whole: tuple[int, Any] | None = None
+        self.gathers = 0
         self.stream: Any = None
         if self.device.type == "cuda":
             self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
@@ -218,6 +219,7 @@ class Preparer:
             full = tensor.full_tensor().detach() if is_dtensor(tensor) else tensor.detach()
             self.report.ran("gather", begin, time.perf_counter())
             self.whole = (part.param, full)
+            self.gathers += 1
         wanted = part.copies or part.values or part.scales
         return self.whole[1][_slices(part.start, part.size, [0] * len(part.size))] if wanted else None
 
