@@ -17,12 +17,13 @@ import torch
 
 import putget_transfer as pt
 from putget_transfer import weights
+from putget_transfer.weights import _trainer
 from putget_transfer.weights._deltas import Deltas
 from putget_transfer.weights._pipeline import Pipeline
 from putget_transfer.weights._prepare import Part, Preparer, Work
 from putget_transfer.weights._quantise import SCRATCH, scratch_bytes
 from putget_transfer.weights._report import Report
-from putget_transfer.weights._staging import Room, Writes, padded
+from putget_transfer.weights._staging import Room, Staging, Writes, padded
 
 WAIT_S = 60.0
 
@@ -175,3 +176,59 @@ def test_a_parameter_of_a_later_task_is_counted_once() -> None:
     pipeline.release()
     writes.end()
     assert writes.room.held == 0
+
+
+def plain() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], weights.Slots, weights.Schedule]:
+    """Return a trainer's parameters, an engine's, and their plan."""
+    source, model = {"w": torch.randn(64, 64)}, {"w": torch.zeros(64, 64)}
+
+    def load(checkpoint: Any) -> None:
+        for name, tensor in checkpoint:
+            model[name].copy_(tensor)
+
+    params = weights.describe(source, rank=0)
+    slots = weights.record(model, weights.checkpoint(params), load=load)
+    return source, model, slots, weights.plan(params, [slots])
+
+
+def test_a_trainer_recovers_from_memory_that_was_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, model, slots, schedule = plain()
+    network = pt.SimNetwork(seed=3)
+    engines = [pt.Engine.builder().group(pt.DeviceGroup.sim(network, 1)).build() for _ in range(2)]
+    trainer = weights.Trainer(engines[0], schedule, 0, source, watermark_bytes=1)
+    rollout = weights.Rollout(engines[1], slots, schedule, 0)
+    offers = rollout.expect(1, {0: trainer.address()}, WAIT_S)
+
+    def short(*_arguments: Any) -> Staging:
+        raise MemoryError("out of memory")
+
+    kept, works = source["w"], trainer._works
+    with monkeypatch.context() as now:
+        now.setattr(_trainer, "Staging", short)
+        source["w"] = kept.to("meta")  # parts that lie elsewhere take memory
+        for _ in range(2):
+            with pytest.raises(MemoryError):
+                trainer.publish(1, WAIT_S, offers=[offers[0]])
+    assert trainer._works is works
+    source["w"] = kept
+    trainer.publish(1, WAIT_S, offers=[offers[0]])
+    assert rollout.ready(WAIT_S)
+    rollout.commit(1)
+    assert torch.equal(model["w"], kept)
+    for engine in engines:
+        engine.close()
+
+
+def test_a_gpu_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, _, _, schedule = plain()
+    source["w"] = SimpleNamespace(  # type: ignore[assignment]
+        device=torch.device("cuda", 0), shape=(64, 64), dtype=torch.float32, element_size=lambda: 4
+    )
+    asked = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(_trainer, "tensors_of", lambda model: model)
+    monkeypatch.setattr(_trainer, "Staging", lambda *arguments: asked.append(arguments[-1]))
+    trainer = weights.Trainer(None, schedule, 0, source, device="cuda")  # type: ignore[arg-type]
+    assert asked == [trainer.device] == [torch.device("cuda", 1)]
+    # The parameter lies on another GPU, and has to be brought over.
+    assert sum(part.num_bytes for work in trainer._works for part in work.parts) == 64 * 64 * 4

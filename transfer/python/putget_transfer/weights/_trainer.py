@@ -23,6 +23,16 @@ from putget_transfer.weights._staging import Staging, Writes, padded
 SHOWN = 8
 
 
+def _with_index(device: Any) -> Any:
+    """Return a device; a GPU with its number, because tensors are compared with it."""
+    import torch
+
+    found = torch.device(device)
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return found
+
+
 class Trainer:
     """A trainer rank.
 
@@ -61,7 +71,7 @@ class Trainer:
                 of them are named.
         """
         self.engine, self.schedule, self.rank, self.group = engine, schedule, rank, group
-        self.model, self.device = model, device
+        self.model, self.device = model, _with_index(device)
         self.tasks = schedule.tasks(rank)
         self.version = 0
         self.watermark_bytes = watermark_bytes
@@ -108,15 +118,17 @@ class Trainer:
         places = {name: tensor.device for name, tensor in tensors.items()}
         if places == self._places:
             return
-        self._works = [work_of(task, self.schedule.params, tensors, self.device) for task in self.tasks]
-        outside = max((work.outside for work in self._works), default=0)
-        longest = max((sum(map(padded, work.pieces)) for work in self._works), default=0)
+        works = [work_of(task, self.schedule.params, tensors, self.device) for task in self.tasks]
+        outside = max((work.outside for work in works), default=0)
+        longest = max((sum(map(padded, work.pieces)) for work in works), default=0)
         num_bytes = max(self.watermark_bytes - outside, longest)
         if self._staging is None or self._staging.num_bytes < num_bytes:
-            if self._staging is not None:
-                self._staging.close(self.engine)
+            # Memory may be short: then nothing is left of the old one, and the next call begins anew.
+            old, self._staging, self._places = self._staging, None, None
+            if old is not None:
+                old.close(self.engine)
             self._staging = Staging(self.engine, num_bytes, self.watermark_bytes, self.device)
-        self._places = places
+        self._works, self._places = works, places
 
     def publish(self, version: int, deadline_s: float, *, offers: Sequence[bytes], since: int | None = None) -> Report:
         """Write a version to the rollout ranks that have made offers. All trainer ranks do so at the same time.
