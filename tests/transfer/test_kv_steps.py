@@ -28,6 +28,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
+        self.breaks = False
 
     def begin_step(self, step: int, work: list[Any], stream: object) -> None:
         self.calls.append(("begin", step, len(work), stream))
@@ -36,6 +37,11 @@ class Recorder:
 
     def layer_done(self, layer: int, stream: object) -> None:
         self.calls.append(("layer", layer, stream))
+        if self.breaks:
+            raise RuntimeError("the device is lost")
+
+    def end_step(self, stream: object) -> None:
+        self.calls.append(("over", stream))
 
     def taken(self) -> list[tuple[Any, ...]]:
         calls, self.calls = self.calls, []
@@ -80,6 +86,36 @@ def test_a_refused_step_leaves_by_one_request_after_the_other() -> None:
     steps.begin([("c", 1, [[0]])])
     steps.end()
     assert recorder.taken() == [("begin", 5, 1, 64), last]
+
+
+@pytest.mark.parametrize("breaks", [False, True], ids=["its forward pass raised", "its end raised"])
+def test_nothing_of_a_refused_step_that_never_ended_leaves_with_the_next(breaks: bool) -> None:
+    recorder = Recorder()
+    steps = Steps(recorder, INDEX, stream=lambda: 64)  # type: ignore[arg-type]
+    steps.begin([("a", 1, [[0]]), ("wrong", 1, [[0]])])
+    if breaks:
+        recorder.breaks = True
+        with pytest.raises(RuntimeError, match="the device is lost"):
+            steps.end()
+        recorder.breaks = False
+    recorder.taken()
+    steps.begin([("b", 1, [[0]])])
+    steps.end()
+    assert recorder.taken() == [("begin", 2, 1, 64), ("layer", LAYERS - 1, 64)]
+
+
+def test_a_pass_without_prefills_reports_nothing_of_a_step_that_never_ended() -> None:
+    recorder = Recorder()
+    steps = Steps(recorder, INDEX, stream=lambda: 64)  # type: ignore[arg-type]
+    steps.begin([("a", 1, [[0]]), ("wrong", 1, [[0]])])
+    recorder.taken()
+    for _ in range(2):
+        steps.begin_without()
+        assert not steps.reports()
+        steps.layer_done(NAMES[0])
+        steps.end()
+    # A graph's kernels that run from now on belong to no step.
+    assert recorder.taken() == [("over", 64)]
 
 
 def test_halves_of_a_batch_are_reported_when_the_step_is_over() -> None:

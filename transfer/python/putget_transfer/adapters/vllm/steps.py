@@ -57,7 +57,11 @@ class Steps:
         """Work of a step that leaves when the step is over."""
 
     def begin(self, work: Sequence[Work]) -> None:
-        """Say what the next forward step computes, before anything of it is launched."""
+        """Say what the next forward step computes, before anything of it is launched.
+
+        What is left of a step that never ended is forgotten: its pages may be others' by now.
+        """
+        self.late = ()
         self.step += 1
         self.computes = True
         try:
@@ -67,6 +71,12 @@ class Steps:
             # an earlier one is computed: so they leave when they are.
             logger.warning("a step of prefills: %s. Each leaves alone when it is computed", error)
             self.late = work
+
+    def begin_without(self) -> None:
+        """Say that the next pass computes nothing for others: a step before it that never ended is over."""
+        if self.computes:
+            self.computes, self.late = False, ()
+            self.prefiller.end_step(self.stream())
 
     def reports(self) -> bool:
         """Return whether `layer_done` is to be called for the layers of this pass: in a step, and in a capture."""
@@ -83,9 +93,9 @@ class Steps:
         if not self.computes:
             return
         self.computes = False
+        late, self.late = self.late, ()
         stream = self.stream()
         self.prefiller.layer_done(self.last, stream)
-        late, self.late = self.late, ()
         for work in late:
             self.step += 1
             try:

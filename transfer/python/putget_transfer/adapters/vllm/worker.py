@@ -92,8 +92,12 @@ class Worker:
 
     def begin(self, metadata: Metadata) -> None:
         """Say what the next forward step computes."""
-        if self.steps is not None and metadata.work:
+        if self.steps is None:
+            return
+        if metadata.work:
             self.steps.begin([(one.name, one.tokens, self.layers.pages(one.blocks)) for one in metadata.work])
+        else:
+            self.steps.begin_without()
 
     def reports(self) -> bool:
         """Return whether layers of this pass are to be reported: those of a graph that is captured are, too."""
