@@ -101,7 +101,14 @@ def _train(folder: Path) -> None:
         raise PutgetError(f"the model has no place: {error}; XDG_CACHE_HOME names another folder") from error
     words = ["qwen3_moe", str(folder / "model"), "--by_heart", str(text), "--prompt", PROMPT]
     command = [sys.executable, "-m", "putget_serve.tiny", *words, "--most_steps", str(_MOST_STEPS)]
-    done = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(
+            command, env=_environment(), capture_output=True, text=True, check=False, timeout=_PATIENCE_S
+        )
+    except subprocess.TimeoutExpired as error:
+        # These are bytes, also where text is asked for.
+        said = ((error.stdout or b"") + (error.stderr or b"")).decode(errors="replace")[-_TAIL:]
+        raise PutgetError(f"the tiny model is not trained after {_PATIENCE_S:g} s:\n{said}") from error
     if done.returncode:
         raise PutgetError(f"the tiny model could not be trained:\n{(done.stdout + done.stderr)[-_TAIL:]}")
 
@@ -135,7 +142,11 @@ def _served(folder: Path) -> Iterator[str]:
             yield f"http://127.0.0.1:{port}"
         finally:
             process.terminate()
-            process.wait(_PATIENCE_S)
+            try:
+                process.wait(_PATIENCE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(_PATIENCE_S)
 
 
 def _complete(url: str) -> str:

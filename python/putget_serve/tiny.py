@@ -4,7 +4,7 @@
 
 Four layers of 16 experts and a tokenizer of its own, trained with a seed. A prompt from the text that is known by heart
 continues as that text does. With --prompt, training ends as soon as that prompt does: seconds for a text of a few
-lines. A folder that holds the same model is left as it is.
+lines. A folder that holds the same model is left as it is, unless its prompt does not go on.
 """
 
 from __future__ import annotations
@@ -126,7 +126,8 @@ def train(
     record = folder / _RECORD
     if record.is_file():
         found: dict[str, Any] = json.loads(record.read_text())
-        if found["digest"] == digest:
+        # A prompt that does not go on may do so when the model is trained again, as by another torch.
+        if found["digest"] == digest and found.get("goes_on") is not False:
             return found
     transformers = importlib.import_module("transformers")
     torch.manual_seed(seed)

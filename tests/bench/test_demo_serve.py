@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -75,3 +77,30 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(PutgetError, match=r"the model has no place: .*XDG_CACHE_HOME names another folder"):
         demo_serve._train(tmp_path / "file" / "demo")
+
+
+def test_a_training_without_end_is_given_up_with_its_last_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endless = tmp_path / "python"
+    endless.write_text("#!/bin/sh\necho step 5\nexec sleep 60\n")
+    endless.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(endless))
+    monkeypatch.setattr(demo_serve, "_PATIENCE_S", 1.0)
+    with pytest.raises(PutgetError, match=r"the tiny model is not trained after 1 s:\nstep 5"):
+        demo_serve._train(tmp_path / "demo")
+
+
+def test_a_server_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[str]] = []
+    program = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('4 ranks answer', flush=True)"
+
+    def popen(_: list[str], **options: Any) -> subprocess.Popen[str]:
+        started.append(real([sys.executable, "-c", f"{program}; time.sleep(60)"], **options))
+        return started[0]
+
+    real = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    with demo_serve._served(tmp_path):
+        monkeypatch.setattr(demo_serve, "_PATIENCE_S", 1.0)
+    assert started[0].returncode == -signal.SIGKILL

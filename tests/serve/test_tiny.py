@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib
+import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -29,3 +33,25 @@ def test_a_prompt_of_another_text_and_no_steps_are_refused(tmp_path: Path) -> No
     with pytest.raises(ValueError, match="most_steps is 0, expected 1 or more"):
         train("qwen3_moe", tmp_path / "model", tmp_path / "text.md", most_steps=0)
     assert [path.name for path in tmp_path.iterdir()] == ["text.md"]
+
+
+@pytest.mark.parametrize("goes_on", [True, None, False])
+def test_a_model_that_does_not_go_on_is_trained_again(
+    goes_on: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class TrainingBegan(Exception):
+        pass
+
+    def import_module(_: str) -> None:
+        raise TrainingBegan
+
+    monkeypatch.setattr(hashlib, "sha256", lambda _: SimpleNamespace(hexdigest=lambda: "the same"))
+    monkeypatch.setattr(importlib, "import_module", import_module)
+    (tmp_path / "text.md").write_text("some words")
+    found = {"digest": "the same", "goes_on": goes_on}
+    (tmp_path / "trained.json").write_text(json.dumps(found))
+    if goes_on is False:
+        with pytest.raises(TrainingBegan):
+            train("qwen3_moe", tmp_path, tmp_path / "text.md", prompt="some")
+    else:
+        assert train("qwen3_moe", tmp_path, tmp_path / "text.md", prompt="some") == found
