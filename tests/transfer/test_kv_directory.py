@@ -131,6 +131,34 @@ def test_words_of_a_member_that_has_left_come_too_late(place: Place) -> None:
     assert names(directory.entries("decode")) == ["p3"]
 
 
+def test_a_member_that_leaves_before_it_is_known_never_enters(place: Place) -> None:
+    directory = kv.Directory(place.engine(), timeout_s=LONG_S, max_members=2)
+    client = place.client(directory)
+
+    def refusal(kind: str, name: str, began_ns: int) -> str | None:
+        entry = kv.Entry(name=name, role="prefill", source=b"", load=0, draining=False, began_ns=began_ns)
+        return client._ask(kind, LONG_S, entry=entry.encode())[0]["refusal"]
+
+    # The end has overtaken the beginning.
+    assert refusal("leave", "p0", 5) is None
+    assert refusal("here", "p0", 5) == "it has left"
+    # An end that comes twice, or the late end of an earlier life, drops nobody else, and forgets no later end.
+    refusal("leave", "p1", 7)
+    for began_ns in (5, 3):
+        refusal("leave", "p0", began_ns)
+    assert {name: began_ns for name, (began_ns, _) in directory._left.items()} == {"p1": 7, "p0": 5}
+    # The one that is remembered again is the last to be dropped.
+    refusal("leave", "p2", 1)
+    assert list(directory._left) == ["p0", "p2"]
+    # The end of a later life ends an earlier one, and that of an earlier life leaves a later one alone.
+    assert refusal("here", "p0", 6) is None
+    refusal("leave", "p0", 5)
+    assert names(directory.entries()) == ["p0"]
+    refusal("leave", "p0", 8)
+    assert directory.entries() == []
+    assert refusal("here", "p0", 7) == "it has left"
+
+
 def test_a_directory_that_starts_again_knows_everybody(place: Place) -> None:
     engine = place.engine()
     first = kv.Directory(engine, timeout_s=SHORT_S)

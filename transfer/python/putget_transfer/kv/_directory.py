@@ -178,11 +178,14 @@ class Directory:
     def _leave(self, entry: Entry) -> str | None:
         with self._lock:
             before = self._entries.get(entry.name)
-            if before is not None and before[0].began_ns == entry.began_ns:
-                del self._entries[entry.name]
-                if len(self._left) >= self._max_members:
-                    del self._left[next(iter(self._left))]
-                self._left[entry.name] = entry.began_ns, time.monotonic() + self._timeout_s
+            if before is not None and before[0].began_ns > entry.began_ns:
+                return None
+            # It may be known under an earlier life, or not yet: what it said before it left may come later.
+            self._entries.pop(entry.name, None)
+            began_ns = max(entry.began_ns, self._left.pop(entry.name, (-1, 0.0))[0])
+            if len(self._left) >= self._max_members:
+                del self._left[next(iter(self._left))]
+            self._left[entry.name] = began_ns, time.monotonic() + self._timeout_s
         return None
 
     def _answer(self, peer: NetAddr, pool: int, answer: dict[str, Any]) -> None:
