@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import random
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,8 @@ from putget_transfer.weights import _kernel, _native, _quantise
 
 SOURCE = ROOT / "transfer/engine/src/providers/nvlink/quantise.cu"
 FILL = 0xEE
+MARGIN = 4096
+"""Elements around what is written: rows next to the window, and blocks next to the grid."""
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 Window = tuple[int, int, int, int]
@@ -111,15 +114,32 @@ def cases(number: int) -> Iterator[tuple[torch.Tensor, Window, str, torch.dtype]
         yield tensor, window, scale, stored
 
 
+def room(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return memory with margins around it."""
+    count = math.prod(shape)
+    around = torch.full(((count + 2 * MARGIN) * dtype.itemsize,), FILL, dtype=torch.uint8, device=device)
+    return around.view(dtype)[MARGIN : MARGIN + count].view(*shape)
+
+
 def rooms(tensor: torch.Tensor, window: Window, stored: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Return memory for values and scales on the tensor's device."""
-    values = torch.full((tensor.shape[0], *window[2:]), FILL, dtype=torch.uint8, device=tensor.device)
-    grid = _quantise.grid(tensor.shape)
-    return values, torch.full(grid, FILL, dtype=torch.uint8).to(tensor.device).to(torch.float32).to(stored)
+    values = room((tensor.shape[0], *window[2:]), torch.uint8, tensor.device)
+    return values, room(_quantise.grid(tensor.shape), stored, tensor.device)
+
+
+def margins(memory: torch.Tensor) -> torch.Tensor:
+    """Return the bytes around memory that `room` has made."""
+    width = memory.element_size()
+    around = torch.tensor([], dtype=torch.uint8, device=memory.device).set_(memory.untyped_storage())
+    return torch.cat([around[: MARGIN * width], around[(MARGIN + memory.numel()) * width :]]).cpu()
 
 
 def same(values: torch.Tensor, scales: torch.Tensor, tensor: torch.Tensor, window: Window, scale: str) -> bool:
     right_values, right_scales = wanted(tensor, window, scale)
+    for memory in (values, scales):
+        around = margins(memory)
+        assert around.numel() == 2 * MARGIN * memory.element_size()
+        assert around.eq(FILL).all(), (memory.shape, window)
     found = scales.cpu().float() if scales.dtype != right_scales.dtype else scales.cpu()
     right = right_scales.float() if scales.dtype != right_scales.dtype else right_scales
     return torch.equal(values.cpu(), right_values) and torch.equal(found.view(torch.uint8), right.view(torch.uint8))
@@ -143,6 +163,7 @@ def test_pieces_of_the_way_without_a_kernel_make_the_same_bytes(monkeypatch: pyt
             _quantise.blocks_into(tensor, fp8, window, scales, powers_of_two=scale == "ue8m0")
         assert torch.equal(values, whole[0])
         assert torch.equal(scales.float(), whole[1].float())
+        assert all(margins(memory).eq(FILL).all() for memory in (values, scales))
 
 
 @pytest.mark.gpu
