@@ -226,7 +226,29 @@ def test_what_the_kernel_cannot_do_is_refused(changes: dict[str, object], words:
 
 def test_the_kernel_is_for_gpus_alone() -> None:
     assert not _kernel.is_loaded("cpu")
-    assert _kernel.matrices(torch.zeros(4, 4)) is None
+    assert not _kernel.takes(torch.zeros(4, 4))
+
+
+def test_matrices_at_distances_that_differ_are_the_kernels_as_well(
+    on_cpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = torch.randn(4, 8, 150, 140)
+    part = whole[0:3, 0:2]
+    launched = []
+
+    def launch(source: torch.Tensor, *memory: object, powers_of_two: bool) -> None:
+        launched.append(tuple(source.shape))
+        on_cpu(source, *memory, powers_of_two)
+
+    values, scales = (made[0:3, 0:2].contiguous() for made in weights.quantise(whole))
+    own, grid = torch.zeros_like(values), torch.zeros_like(scales)
+    with monkeypatch.context() as there:
+        there.setattr(_kernel, "is_loaded", lambda _device: True)
+        there.setattr(_kernel, "launch", launch)
+        _quantise.blocks_into(part, own, (0, 0, 150, 140), grid, powers_of_two=False)
+    assert launched == [(2, 150, 140)] * 3
+    assert torch.equal(own.view(torch.uint8), values.view(torch.uint8))
+    assert torch.equal(grid, scales)
 
 
 class Context:
@@ -289,7 +311,7 @@ def test_a_kernel_that_could_not_be_loaded_is_tried_again(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("elsewhere", ["values", "scales"])
 def test_memory_on_another_device_is_not_the_kernels(elsewhere: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launched = []
-    monkeypatch.setattr(_kernel, "matrices", lambda tensor: tensor)
+    monkeypatch.setattr(_kernel, "is_loaded", lambda _device: True)
     monkeypatch.setattr(_kernel, "launch", lambda *arguments, **_named: launched.append(arguments))
     devices = {"values": "cpu", "scales": "cpu"}
     for meta in ({}, {elsewhere: "meta"}):

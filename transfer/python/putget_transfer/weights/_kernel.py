@@ -40,10 +40,13 @@ def is_loaded(device: Any) -> bool:
     return _loaded[number]
 
 
+def takes(tensor: Any) -> bool:
+    """Say whether the kernel takes a tensor's matrices."""
+    return str(tensor.dtype).removeprefix("torch.") in DTYPES and is_loaded(tensor.device)
+
+
 def matrices(tensor: Any) -> Any:
-    """Return a tensor as matrices that the kernel takes, without a copy; None if it does not take them."""
-    if str(tensor.dtype).removeprefix("torch.") not in DTYPES or not is_loaded(tensor.device):
-        return None
+    """Return a tensor as (matrices, rows, columns) without a copy; None if their distances differ."""
     if tensor.dim() == 3:
         return tensor
     try:

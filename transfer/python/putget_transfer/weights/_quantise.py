@@ -113,9 +113,15 @@ def blocks_into(
 
     tensor = tensor.detach()
     there = all(memory is None or memory.device == tensor.device for memory in (values, scales))
-    found = _kernel.matrices(tensor) if there else None
-    if found is not None:
-        _kernel.launch(found, values, window, scales, powers_of_two=powers_of_two)
+    if there and _kernel.takes(tensor):
+        found = _kernel.matrices(tensor)
+        if found is not None:
+            _kernel.launch(found, values, window, scales, powers_of_two=powers_of_two)
+            return
+        # Without the kernel it would take memory that nobody has counted.
+        for number, part in enumerate(tensor):
+            own = (None if memory is None else memory[number] for memory in (values, scales))
+            blocks_into(part, next(own), window, next(own), powers_of_two=powers_of_two)
         return
     flat = None if values is None else values.view(torch.uint8)
     for piece in _pieces(tensor.shape):
