@@ -486,6 +486,32 @@ class AllToAll:
         rows = self._geometry.max_tokens_per_rank if max_rows is None else max_rows
         return ExpertMajorMemory(self._rounds.grouper.sizes(alignment, rows, copy_rows))
 
+    def require_ready(self) -> None:
+        """Raises what a dispatch refuses before it looks at its arguments: for callers that replay graphs of rounds.
+
+        Raises:
+            ValueError: The object is closed.
+            ProtocolMisuse: A start half waits for its finish.
+            PeerTimeout, CapacityExceeded: A fault stands, or ranks have not agreed since one.
+        """
+        self._native.require_open()
+        self._rounds.require_finished("dispatch")
+        self._workspace.require_consistent()
+        self._workspace.raise_fault()
+
+    def check_out(self, num_tokens: int, out: torch.Tensor | None, addend: torch.Tensor | None) -> None:
+        """Raises ValueError unless ``combine`` takes these after a dispatch of so many tokens."""
+        output = self._geometry.output
+        shape = (num_tokens, *output.shape)
+        for name, tensor in (("addend", addend), ("out", out)):
+            if tensor is not None:
+                check_tensor(name, tensor, shape, (output.dtype,), self._device)
+        if out is not None:
+            check_no_grad("out", out)
+            self._native.span.result(out, addend, (0, 0))
+        elif addend is not None:
+            self._native.span.addresses(("addend",), (addend,))
+
     def check_expert_major_memory(self, memory: ExpertMajorMemory | None) -> None:
         """Raises ValueError unless memory is None or fits ``received.expert_major(memory=)`` with its defaults."""
         if memory is not None:

@@ -87,6 +87,8 @@ def wrong(rank: Rank) -> None:
         ids, by, _ = layer.route(x)
         good = {"x": x, "topk_ids": ids, "topk_weights": by, **weights_of(layer)}
         other = a2a.expert_major_memory(alignment=4)
+        fused_layer(a2a, **good)
+        rows = torch.zeros(5, 256, dtype=torch.bfloat16, device=rank.device)
         changes: list[tuple[str, Callable[[], dict[str, Any]]]] = [
             ("x has shape", lambda: {"x": x[:, :128].contiguous()}),
             ("x has dtype", lambda: {"x": x.float()}),
@@ -103,6 +105,9 @@ def wrong(rank: Rank) -> None:
             ("out has dtype", lambda: {"out": x.float()}),
             ("memory is made for alignment 4", lambda: {"memory": other}),
             ("busiest_tokens is 9", lambda: {"busiest_tokens": 9}),
+            ("out overlaps addend", lambda: {"out": rows[:4], "addend": rows[1:]}),
+            ("addend lies in the workspace", lambda: {"addend": a2a.combine_input.flat[:4]}),
+            (r"gate is \['silu'\]", lambda: {"gate": ["silu"]}),
         ]
         for message, change in changes:
             with pytest.raises(ValueError, match=message):
@@ -136,8 +141,25 @@ def odd_rows(rank: Rank) -> None:
             fused_layer(a2a, zeros, torch.zeros(0, 2).int(), torch.zeros(0, 2), zeros, zeros)
 
 
-def test_another_all_to_all_is_refused() -> None:
-    run_ranks(1, odd_rows)
+def odd_output(rank: Rank) -> None:
+    """A body: an AllToAll whose combine returns float32."""
+    with putget.AllToAll(
+        rank.comm,
+        num_experts=8,
+        top_k=2,
+        max_tokens_per_rank=8,
+        payloads=layer_payloads(256),
+        output=putget.Payload((256,), torch.float32),
+        device=rank.device,
+    ) as a2a:
+        zeros = torch.zeros(0, 256, dtype=torch.bfloat16)
+        with pytest.raises(ValueError, match=r"a2a has output .*float32"):
+            fused_layer(a2a, zeros, torch.zeros(0, 2).int(), torch.zeros(0, 2), zeros, zeros)
+
+
+@pytest.mark.parametrize("body", [odd_rows, odd_output])
+def test_another_all_to_all_is_refused(body: Callable[[Rank], None]) -> None:
+    run_ranks(1, body)
 
 
 @pytest.mark.parametrize(

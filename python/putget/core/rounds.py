@@ -28,7 +28,8 @@ class Rounds:
         self._turns = workspace.turns
         self._owner = object()  # of rounds
         self.grouper = Grouper(geometry, workspace.comm.rank, native.expert_to_rank, native.received_tokens)
-        self._memory_bytes = workspace.memory.tensor()
+        with torch.inference_mode(False):
+            self._memory_bytes = workspace.memory.tensor()
         self._views: dict[int, Received] = {}
         self._inputs: dict[int, torch.Tensor] = {}
 
@@ -38,7 +39,8 @@ class Rounds:
         max_rows = self._native.max_rows
         view = self._inputs.get(max_rows)
         if view is None:
-            view = self._inputs[max_rows] = combine_input_view(self._memory_bytes, self._geometry, max_rows)
+            with torch.inference_mode(False):  # or it could not be written outside of that mode
+                view = self._inputs[max_rows] = combine_input_view(self._memory_bytes, self._geometry, max_rows)
         return view
 
     def require_finished(self, call: str) -> None:

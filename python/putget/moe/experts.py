@@ -245,6 +245,7 @@ def grouped_bf16_mm(rows: Tensor, weights: Tensor, groups: Groups, expected_rows
             out = torch.empty((rows.shape[0], weights.shape[1]), dtype=rows.dtype, device=rows.device)
             few = ExpertRows(rows, None, groups.offsets[:-1], groups.num_rows)
             kernels.grouped_mm(few, weights, None, out, expected_rows, None)
+            _loaded.add(_kind(kernels, weights, expected_rows))
             return out
         # Padding rows between groups count as rows of the expert before them: computed, and never looked at.
         product: Tensor = torch._grouped_mm(rows, weights.transpose(1, 2), offs=groups.offsets[1:])
@@ -258,21 +259,25 @@ def grouped_bf16_mm(rows: Tensor, weights: Tensor, groups: Groups, expected_rows
 
 
 def _triton_for(device: torch.device, weights: Tensor, expected_rows: int) -> ModuleType | None:
-    """Triton's kernels, where they are faster than torch's and take such weights; see benchmarks/grouped_fp8.py."""
+    """Triton's kernels, where they are faster than torch's and take such weights; see benchmarks/grouped_fp8.py.
+
+    A launch of Triton's costs the host 0.1 ms more. So eager calls with few rows are torch's, once the kernel has been
+    loaded for graphs.
+    """
     _, n, k = weights.shape
     if expected_rows > _TRITON_ROWS or n % 128 or k % 64 or weights.numel() // k >= 1 << 31:
         return None
     if not grouped_fp8.has_tensor_copies(device):
         return None
     kernels = grouped_fp8.triton_kernels()
-    if kernels is None or expected_rows >= _EAGER_ROWS:
+    if kernels is None or expected_rows >= _EAGER_ROWS or torch.cuda.is_current_stream_capturing():
         return kernels
-    # A launch of Triton's costs the host 0.1 ms more. So eager calls with few rows are torch's, once the kernel has
-    # been loaded for graphs.
-    kind = device, tuple(weights.shape), kernels.tiles_for(expected_rows, scaled=False)
-    is_first = kind not in _loaded
-    _loaded.add(kind)
-    return kernels if is_first or torch.cuda.is_current_stream_capturing() else None
+    return None if _kind(kernels, weights, expected_rows) in _loaded else kernels
+
+
+def _kind(kernels: ModuleType, weights: Tensor, expected_rows: int) -> tuple[object, ...]:
+    """The products that one load of Triton's kernel serves."""
+    return weights.device, tuple(weights.shape), kernels.tiles_for(expected_rows, scaled=False)
 
 
 def _weight(num_experts: int, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:

@@ -86,6 +86,7 @@ def fused_layer(
     Raises:
         ValueError: An argument has another shape, dtype, device or layout, or does not go with the others; nothing has
             happened on any rank.
+        BackendUnavailable: FP8 weights on CUDA need Triton; likewise.
         PeerTimeout: A rank is missing. On CUDA a later call raises it.
     """
     rows = _rows_of(a2a)
@@ -94,9 +95,7 @@ def fused_layer(
     check_tensor("x", x, (num_tokens, gate_up.shape[2]), (torch.bfloat16,), gate_up.device)
     if rows == _E4M3 and weights is None:  # codes would have to be made rows again
         raise ValueError("gate_up is bfloat16, with rows of float8_e4m3fn expected float8_e4m3fn weights")
-    for name, tensor in (("addend", addend), ("out", out)):
-        if tensor is not None:
-            check_tensor(name, tensor, tuple(x.shape), (torch.bfloat16,), x.device)
+    a2a.check_out(num_tokens, out, addend)
     a2a.check_expert_major_memory(memory)
     payloads = (x,) if rows == torch.bfloat16 else grouped_fp8.quantise_rows(x)
     received = a2a.dispatch(
@@ -114,7 +113,9 @@ def fused_layer(
 
 def _rows_of(a2a: AllToAll) -> torch.dtype:
     """The dtype of the rows that travel; raises ValueError where they are not a layer's."""
-    hidden_size = a2a.output.shape[0]
+    hidden_size = a2a.output.shape[0] if a2a.output.shape else 1
+    if a2a.output != Payload((hidden_size,), torch.bfloat16):
+        raise ValueError(f"a2a has output {a2a.output}, expected bfloat16 rows of one dimension")
     for dtype in (torch.bfloat16, _E4M3):
         fits = hidden_size % (8 if dtype == torch.bfloat16 else grouped_fp8.GROUP) == 0
         if fits and list(a2a.payloads) == layer_payloads(hidden_size, dtype):
@@ -128,7 +129,7 @@ def _check_weights(
     a2a: AllToAll, gate_up: Tensor, down: Tensor, gate_up_scales: Tensor | None, down_scales: Tensor | None, gate: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
     """The FP8 weights and their scales; None of BF16 ones."""
-    if gate not in GATES:
+    if not isinstance(gate, str) or gate not in GATES:
         raise ValueError(f"gate is {gate!r}, allowed are {' and '.join(map(repr, GATES))}")
     experts, hidden_size = a2a.num_local_experts, a2a.output.shape[0]
     shape = gate_up.shape if isinstance(gate_up, Tensor) else ()
@@ -145,6 +146,8 @@ def _check_weights(
             raise ValueError(f"intermediate_size is {intermediate}, BF16 experts need a multiple of 8")
         return None
     grouped_fp8.check_multiple("intermediate_size", intermediate)
+    if device.type == "cuda":
+        grouped_fp8.require_triton()
     wide, high = hidden_size // grouped_fp8.GROUP, intermediate // grouped_fp8.GROUP
     up = check_tensor("gate_up_scales", gate_up_scales, (experts, 2 * high, wide), (torch.float32,), device)
     back = check_tensor("down_scales", down_scales, (experts, wide, high), (torch.float32,), device)

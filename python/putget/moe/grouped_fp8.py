@@ -48,6 +48,11 @@ def _kernels() -> ModuleType:
         ) from error
 
 
+def require_triton() -> None:
+    """Raises BackendUnavailable where there is no Triton."""
+    _kernels()
+
+
 def triton_kernels() -> ModuleType | None:
     """The same; None where there is no Triton."""
     try:

@@ -322,7 +322,8 @@ class ExpertParallelMoE(nn.Module):
         padded to powers of two, so results are those of a padded batch: a product of another size may round otherwise.
         The first two calls of a size take longer. A graph counts on the layer's parameters where they are; where one
         has been replaced, the next call is captured again. Calls with `record`, or inside of a capture, are as before;
-        so are all on the CPU, which has no graphs. Ranks need not do the same.
+        so are all on the CPU, which has no graphs. Ranks need not do the same. After a capture the host does not know
+        the workspace's rounds any more: calls of its objects out of turn are found by the device, later.
 
         Args:
             max_tokens: From 1 to ``max_tokens_per_rank``; 0: no call any more, and the graphs are given up.
@@ -337,10 +338,7 @@ class ExpertParallelMoE(nn.Module):
             raise ValueError(f"max_tokens is {max_tokens}, expected 0 for {comm.size} ranks that share a GPU")
         self._replays = None
         if max_tokens and self.device.type == "cuda":
-            parts = [self.router, self.experts, *([] if self.shared is None else [self.shared])]
-            self._replays = Replays(
-                self.run, self._lost.begin_round, parts, self.a2a.workspace, max_tokens, self.hidden_size, self.device
-            )
+            self._replays = Replays(self, self._lost, max_tokens)
 
     @torch.no_grad()
     def forward(
@@ -385,23 +383,35 @@ class ExpertParallelMoE(nn.Module):
             with torch.autocast(self.device.type, enabled=False):
                 return self.run(x, num_valid_tokens, busiest_tokens)
         self.check_input("x", x)
-        a2a = self.a2a
         self._lost.begin_round()
         if not self._looked_at_weights:
             self._looked_at_weights = warn_unwritten(self.experts)
-        overlapped = self.overlap_shared and self.shared is not None
         ids, weights, payloads = self.route(x, num_valid_tokens)
         further: dict[str, Any] = {
             "num_valid_tokens": num_valid_tokens,
             "stats": None if self._statistics is None else self._statistics.stats,
             "busiest_tokens": busiest_tokens,
         }
+        overlapped = self.overlap_shared and self.shared is not None
+        if not overlapped:
+            return self._round(ids, weights, payloads, further, overlapped)
+        self._beside.fork()
+        try:
+            return self._round(ids, weights, payloads, further, overlapped)
+        except BaseException:
+            self._beside.join()  # no capture ends with work of the second stream in it
+            raise
+
+    def _round(
+        self, ids: Tensor, weights: Tensor, payloads: tuple[Tensor, ...], further: dict[str, Any], overlapped: bool
+    ) -> Tensor:
+        """Dispatch, experts and combine; overlapped: the second stream has been forked."""
+        a2a, num_tokens = self.a2a, len(ids)
         if not overlapped:
             with self.range("dispatch"):
                 received = a2a.dispatch(ids, weights, *payloads, **further)
             addend = self.run_shared(payloads)
         else:
-            self._beside.fork()
             with self.range("dispatch_start"):
                 a2a.dispatch_start(ids, weights, *payloads, **further)
             with self._beside.on_it():
@@ -412,10 +422,10 @@ class ExpertParallelMoE(nn.Module):
             self._statistics.hear(received.stats)
         with self.range("expert_major"):
             grouped = received.expert_major(memory=self.grouped_memory)
-        if overlapped and len(x) >= _SHARED_FILL_FROM:
+        if overlapped and num_tokens >= _SHARED_FILL_FROM:
             self._beside.join()
-        rows = self.run_experts(grouped, max(len(x), busiest_tokens or 0))
-        if overlapped and len(x) < _SHARED_FILL_FROM:
+        rows = self.run_experts(grouped, max(num_tokens, further["busiest_tokens"] or 0))
+        if overlapped and num_tokens < _SHARED_FILL_FROM:
             self._beside.join()
         with self.range("combine"):
             return a2a.combine(rows, layout=grouped, addend=addend)

@@ -96,6 +96,14 @@ def test_others_are_left_to_transformers(experts: Any) -> None:
     assert gate_of(experts, EXPERTS) is None
 
 
+def test_rows_of_other_types_are_left_to_transformers() -> None:
+    exchange = ExpertExchange()
+    exchange.num_local_experts = EXPERTS
+    assert exchange._gate_of(Experts(), torch.zeros(1, HIDDEN, device="meta", dtype=torch.bfloat16)) == "silu"
+    assert exchange._gate_of(Experts(), torch.zeros(1, HIDDEN, device="meta")) is None
+    assert exchange._gate_of(Experts(), torch.zeros(1, HIDDEN, dtype=torch.bfloat16)) is None  # on a CPU
+
+
 def batch(seed: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.rand(tokens, EXPERTS, generator=generator).argsort(1)[:, :TOP_K]

@@ -159,3 +159,27 @@ def test_a_model_is_spread_once(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ValueError, match=r"layers.0 is spread already"):
             spread(model, comm)
         found.end()
+
+
+def modes(rank: Rank) -> None:
+    """A body: the first round in inference mode, the next outside of it; and weights that ask for gradients."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spreading, "require_transformers", lambda: "5.24.0")
+        model = Model()
+        spread_model = spread(model, rank.comm, max_tokens_per_rank=8, timeout_s=20.0)
+        with spread_model.together():
+            with torch.inference_mode():
+                want = model(*batch(rank.rank, 3))
+            with torch.no_grad():
+                got = model(*batch(rank.rank, 3))
+            assert torch.equal(got, want)
+            model.layers[0].gate_up_proj.requires_grad_(True)
+            with pytest.raises(ValueError, match="experts' weights require gradients"):
+                model.layers[0](*batch(rank.rank, 3))
+            model.layers[0].gate_up_proj.requires_grad_(False)
+            assert torch.equal(model(*batch(rank.rank, 3)), want)
+        spread_model.end()
+
+
+def test_inference_mode_and_back_and_no_gradients() -> None:
+    run_ranks(2, modes)

@@ -68,6 +68,9 @@ class ExpertExchange:
             raise ValueError(
                 f"a rank sends {len(rows)} tokens, the workspace is for {rounds.max_tokens_per_rank}: {self.remedy}"
             )
+        networks = getattr(self.experts_forward, "__self__", None)
+        if torch.is_grad_enabled() and networks is not None and any(p.requires_grad for p in networks.parameters()):
+            raise ValueError("experts' weights require gradients, which rounds have not: run under torch.no_grad()")
         began = time.perf_counter()
         received = rounds.dispatch(
             ids.contiguous(),
@@ -80,8 +83,7 @@ class ExpertExchange:
         announce_launch("transformers", rounds.all_to_all, len(rows))
         if received.stats is not None:
             self.hear(received.stats)
-        networks = getattr(self.experts_forward, "__self__", None)
-        gate = self._gate_of(networks, rows.device)
+        gate = self._gate_of(networks, rows)
         if gate is not None:
             return self._by_expert(rounds, received, networks, gate, len(rows))
         output = None
@@ -98,9 +100,11 @@ class ExpertExchange:
         self.waited_s += time.perf_counter() - began
         return combined
 
-    def _gate_of(self, networks: Any, device: torch.device) -> Gate | None:
-        """The gate of experts that putget's kernels compute here; None: their own forward does."""
-        return None if device.type == "cpu" else gate_of(networks, self.num_local_experts)
+    def _gate_of(self, networks: Any, rows: torch.Tensor) -> Gate | None:
+        """The gate of experts that putget's kernels compute for these rows; None: their own forward does."""
+        if rows.is_cpu or rows.dtype != torch.bfloat16:
+            return None
+        return gate_of(networks, self.num_local_experts)
 
     def _by_expert(
         self, rounds: Rounds, received: Received, networks: Any, gate: Gate, num_tokens: int
