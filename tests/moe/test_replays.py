@@ -147,7 +147,7 @@ def refusals(rank: Rank, layer: ExpertParallelMoE, memory: Memory) -> None:
     layer.run = run  # type: ignore[method-assign]
     layer(x)
     with pytest.MonkeyPatch.context() as patch:
-        fault = putget.PeerTimeout("dispatch", 0, 1, [1])
+        fault = putget.PeerTimeout("dispatch", 0, 1, [0])
         patch.setattr(layer.a2a.workspace.memory, "fault", lambda _: fault)
         with pytest.raises(putget.PeerTimeout):
             layer(x)

@@ -77,7 +77,7 @@ class _Size:
 
 
 class _Held:
-    """What a graph counts on: the layer's parts, and where their parameters lie."""
+    """The layer's parts, and where their parameters lie: a graph counts on that."""
 
     def __init__(self, layer: Layer) -> None:
         self._parts = _parts_of(layer)
