@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use common::{LONG, eventually, expect_count, noise, outcome};
 use putget_transfer::{
-    Builder, DeviceGroup, Done, Engine, Error, ExpectOptions, Faults, MrDesc, MrHandle, NetAddr, Options, PeerEvent,
-    ReadItem, Reason, ScatterDst, SimNetwork, Via, WriteItem,
+    Builder, DeviceGroup, Done, Engine, Error, ExpectOptions, Faults, Flag, MrDesc, MrHandle, NetAddr, Options,
+    PeerEvent, ReadItem, Reason, ScatterDst, SimNetwork, Via, WhenFull, WriteItem,
 };
 
 const LEN: usize = 64 << 10;
@@ -166,6 +166,54 @@ fn shared_memory_inside_the_machine_and_tcp_to_those_who_have_no_other() {
     // Over a group that does not lead there nothing begins.
     let refused = a.submit_single_write(8, None, (&src, 0), (&to_c, 0), &through(0), Done::ignore());
     assert!(matches!(refused, Err(Error::Argument { argument: "dst", .. })), "{refused:?}");
+}
+
+/// A transfer that has waited for room is handed on whole, also by an engine that has closed: all that counts as submitted ends.
+#[test]
+fn what_gets_room_because_the_engine_closes_is_told_or_refused() {
+    let mut handed_on = 0;
+    for round in 0..10 {
+        let network = SimNetwork::new(4);
+        let build = || {
+            let groups = Engine::builder().group(DeviceGroup::sim(&network, 1)).group(DeviceGroup::sim(&network, 1));
+            groups.max_submissions(1, WhenFull::Wait).build().unwrap()
+        };
+        let (a, b) = (build(), build());
+        let ((src, _), (_memory, desc)) = (filled(&a, 1), b.alloc_mr(LEN).unwrap());
+        // In both device groups: a reset has a part in each.
+        let senders = [b.group_address(0).unwrap(), b.group_address(1).unwrap()];
+        network.cut(&a.group_address(0).unwrap(), &senders[0]);
+        let flag = Flag::new();
+        let write = |done| a.submit_single_write(8, Some(3), (&src, 0), (&desc, 0), &common::within(LONG), done);
+        write(Done::flag(&flag)).unwrap();
+        let submitted: Vec<_> = std::thread::scope(|scope| {
+            let reset = scope.spawn(|| {
+                let (done, future) = Done::future();
+                (a.submit_reset_imm(2, &senders, &common::within(LONG), done).err(), future)
+            });
+            let written = scope.spawn(|| {
+                let (done, future) = Done::future();
+                (write(done).err(), future)
+            });
+            std::thread::sleep(Duration::from_millis(5 * round));
+            a.close();
+            [reset, written].into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        for (refused, future) in submitted {
+            match refused {
+                None => {
+                    handed_on += 1;
+                    let outcome = future.wait(LONG);
+                    assert!(matches!(outcome, Some(Err(_))), "{outcome:?}");
+                }
+                Some(error) => assert_eq!((error, future.wait(Duration::ZERO)), (Error::Closed, None)),
+            }
+        }
+        let counted = |name| common::metric(&a, name);
+        assert_eq!(counted("submitted_total"), counted("completed_total") + counted("failed_total"));
+        assert_eq!((flag.pending(), flag.failed()), (0, 1));
+    }
+    assert!(handed_on > 0, "nothing ever waited for room");
 }
 
 #[test]

@@ -115,24 +115,31 @@ impl Engine {
         }
         count(&shared.metrics.submitted_total);
         let id = self.next_id();
-        let put = |(index, task), done| {
-            let (group, operation) = (self.group(index)?, Operation { id, task, done, deadline, stamp });
-            self.tell_closed(match word {
-                Some((watchers, word)) => watchers.arm(word, (index as u16, &group.commands, &shared.gate), operation),
-                None => hand(group, operation),
+        // The engine may close from here on: what a closed queue hands back ends as what is under way does, and all parts end as one.
+        let put = |(index, task): (usize, Task), done| {
+            let operation = Operation { id, task, done, deadline, stamp };
+            self.tell_closed(match (self.inner.groups.get(index), word) {
+                (Some(group), Some((watchers, word))) => {
+                    watchers.arm(word, (index as u16, &group.commands, &shared.gate), operation)
+                }
+                (Some(group), None) => hand(group, operation),
+                // Routes lead to groups that there are.
+                (None, _) => Some(Command::Start(operation)),
             });
-            Ok(self.transfer(index, id))
+            self.transfer(index, id)
         };
         if let Request::Reset { imm, .. } = *request {
-            done = self.zeroed_after(imm, done)?;
+            done = self.zeroed_after(imm, done);
         }
         if parts.len() == 1
             && let Some(part) = parts.pop()
         {
-            return put(part, done);
+            return Ok(put(part, done));
         }
         let dones = done.split(parts.len());
-        parts.into_iter().zip(dones).try_for_each(|(part, done)| put(part, done).map(drop))?;
+        for (part, done) in parts.into_iter().zip(dones) {
+            put(part, done);
+        }
         Ok(self.transfer(EVERYWHERE, id))
     }
 
@@ -249,16 +256,17 @@ impl Engine {
     }
 
     /// Takes a count back, and tells `done` so, when every sender has answered.
-    fn zeroed_after(&self, imm: u32, done: Done) -> Result<Done, Error> {
-        let (commands, shared) = (Arc::clone(&self.group(0)?.commands), Arc::clone(&self.inner.shared));
-        Ok(Done::quiet(move |outcome| match outcome {
-            Ok(()) => {
+    fn zeroed_after(&self, imm: u32, done: Done) -> Done {
+        let commands = self.inner.groups.first().map(|group| Arc::clone(&group.commands));
+        let shared = Arc::clone(&self.inner.shared);
+        Done::quiet(move |outcome| match (outcome, commands) {
+            (Ok(()), Some(commands)) => {
                 if let Err(Command::Zero { done, .. }) = commands.push(Command::Zero { imm, done }) {
                     shared.complete(done, Err(Error::Closed));
                 }
             }
-            Err(error) => shared.complete(done, Err(error)),
-        }))
+            (outcome, _) => shared.complete(done, outcome),
+        })
     }
 
     /// Tells the owner of an operation that came back, because the engine has closed meanwhile, as of every other that it ends.
