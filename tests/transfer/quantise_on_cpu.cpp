@@ -14,8 +14,16 @@
 struct Place {
   unsigned x;
 };
+// A GPU refuses to store it elsewhere than at multiples of 8; a CPU does not.
+static unsigned misaligned;
 struct uint2 {
   unsigned x, y;
+  uint2& operator=(const uint2& other) {
+    misaligned += reinterpret_cast<unsigned long long>(this) % 8 != 0;
+    x = other.x;
+    y = other.y;
+    return *this;
+  }
 };
 struct uint4 {
   unsigned x, y, z, w;
@@ -45,6 +53,8 @@ static void (*kernel)(const Blocks);
 static Blocks job;
 
 static void begin() { kernel(job); }
+
+extern "C" unsigned misaligned_stores() { return misaligned; }
 
 // Each round carries every thread on to its next barrier, or to its end; both are met by all threads alike.
 extern "C" void run(const Blocks* blocks, unsigned element_bytes, unsigned grid) {

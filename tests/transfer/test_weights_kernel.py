@@ -51,12 +51,14 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
     library = tmp_path_factory.mktemp("kernel") / "quantise.so"
     command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", f'-DSOURCE="{SOURCE}"']
     subprocess.run([*command, Path(__file__).with_name("quantise_on_cpu.cpp"), "-o", library], check=True, timeout=120)
-    run = ctypes.CDLL(str(library)).run
+    kernel = ctypes.CDLL(str(library))
+    run, misaligned = kernel.run, kernel.misaligned_stores
 
     def launch(source: torch.Tensor, values: torch.Tensor, window: Window, scales: torch.Tensor, powers: bool) -> None:
         stored = 2 if scales.dtype == torch.float8_e8m0fnu else 0
         places = source.data_ptr(), *source.shape[1:], *source.stride(), values.data_ptr(), *window, scales.data_ptr()
         run(ctypes.byref(Blocks(*places, int(powers) | stored)), source.element_size(), scales.numel())
+        assert not misaligned(), "a GPU refuses such stores"
 
     return launch
 
@@ -151,6 +153,20 @@ def test_the_source_makes_the_same_bytes(on_cpu: Callable[..., None], number: in
         values, scales = rooms(tensor, window, stored)
         on_cpu(tensor, values, window, scales, scale == "ue8m0")
         assert same(values, scales, tensor, window, scale), (tensor.shape, tensor.stride(), window, scale, tensor.dtype)
+
+
+def test_every_address_of_the_values_is_taken(on_cpu: Callable[..., None]) -> None:
+    tensor = torch.randn(1, 256, 384)
+    for first in range(8):
+        window = (0, first, 250, 384 - 8)  # whole blocks lie within it
+        right, right_scales = wanted(tensor, window, "float32")
+        for shift in range(8):
+            around = torch.full((right.numel() + 8,), FILL, dtype=torch.uint8)
+            values = around[shift : shift + right.numel()].view(right.shape)
+            scales = torch.zeros_like(right_scales)
+            on_cpu(tensor, values, window, scales, False)
+            assert torch.equal(values, right), (first, shift)
+            assert torch.equal(scales, right_scales)
 
 
 def test_pieces_of_the_way_without_a_kernel_make_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

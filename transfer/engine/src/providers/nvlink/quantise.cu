@@ -170,7 +170,7 @@ __device__ void quantise(const Blocks &job) {
                     (job.source | job.row_stride * kBytes | job.matrix_stride * kBytes) % 16 == 0;
   const bool written = row >= job.first_row && row + kSide <= job.first_row + job.num_rows &&
                        column >= job.first_column && column + kSide <= job.first_column + job.num_columns &&
-                       ((job.values + job.first_column) | job.num_columns) % 8 == 0;
+                       ((job.values - job.first_column) | job.num_columns) % 8 == 0;
   if (read && (written || !job.values)) {
     whole_block<kBytes>(job, from, to);
   } else {
