@@ -4,7 +4,7 @@
     torchrun --nproc_per_node=4 benchmarks/host_time.py --device cuda      # on 4 GPUs: the period of a pair, too
 
 The group is the world of torchrun, or one rank. The shape is DeepSeek-V3's: hidden 7168, 256 experts, top_k 8, BF16
-rows. For each caller:
+rows; callers with ``_fp8`` quantise them first, with a scale for every 128 values, and get BF16 rows back. For each:
 
 - *queue empty*: the host's time of one call, where the device has been waited for before it.
 - *queue full*: the same while a long kernel holds the device up: the host alone, whatever the device does.
@@ -36,7 +36,8 @@ import torch.distributed as dist
 import putget
 from putget.adapters import deep_ep
 from putget.adapters.flashinfer import MoeAlltoAll
-from putget.moe import ExpertParallelMoE
+from putget.moe import ExpertParallelMoE, layer_payloads
+from putget.moe.grouped_fp8 import quantise_rows
 from putget_bench.profiles import dispatch_row_bytes
 
 HIDDEN, TOP_K, EXPERTS = 7168, 8, 256
@@ -82,20 +83,50 @@ def alltoall(comm: putget.Communicator, tokens: int, device: torch.device) -> Ca
     return Case([("dispatch", lambda: a2a.dispatch(ids, weights, rows)), ("combine", lambda: a2a.combine())])
 
 
-def flashinfer_like(make: Callable[..., Any], rank: int, tokens: int, device: torch.device) -> Case:
+def alltoall_fp8(comm: putget.Communicator, tokens: int, device: torch.device) -> Case:
+    """``putget.AllToAll`` with rows that the caller quantises."""
+    ids, weights, rows = sent(comm.rank, tokens, device)
+    a2a = putget.AllToAll(
+        comm,
+        num_experts=EXPERTS,
+        top_k=TOP_K,
+        max_tokens_per_rank=tokens,
+        payloads=layer_payloads(HIDDEN, torch.float8_e4m3fn),
+        output=putget.Payload((HIDDEN,), torch.bfloat16),
+        device=device,
+    )
+    quantised: list[torch.Tensor] = []
+
+    def quantise() -> None:
+        quantised[:] = quantise_rows(rows)
+
+    dispatch = ("dispatch", lambda: a2a.dispatch(ids, weights, *quantised))
+    return Case([("quantise", quantise), dispatch, ("combine", lambda: a2a.combine())])
+
+
+def flashinfer_like(
+    make: Callable[..., Any], rank: int, tokens: int, device: torch.device, *, fp8: bool = False
+) -> Case:
     """A class with FlashInfer's arguments, as its engines call it."""
     ids, weights, rows = sent(rank, tokens, device)
     moe = make()
-    given: dict[str, Any] = {"invalid_token_expert_id": EXPERTS, "expert_id_payload_index": 1}
+    given: dict[str, Any] = {"invalid_token_expert_id": EXPERTS, "expert_id_payload_index": 2 if fp8 else 1}
+    quantised = [rows]
+
+    def quantise() -> None:
+        quantised[:] = quantise_rows(rows)
 
     def combine() -> None:
         place = moe.get_combine_payload_tensor_in_workspace(tokens, HIDDEN, torch.bfloat16)
         moe.combine(place, tokens, payload_in_workspace=True)
 
-    return Case([("dispatch", lambda: moe.dispatch(ids, [rows, ids, weights], tokens, **given)), ("combine", combine)])
+    dispatch = ("dispatch", lambda: moe.dispatch(ids, [*quantised, ids, weights], tokens, **given))
+    return Case([*([("quantise", quantise)] if fp8 else []), dispatch, ("combine", combine)])
 
 
-def flashinfer(comm: putget.Communicator, tokens: int, device: torch.device, **options: bool) -> Case:
+def flashinfer(
+    comm: putget.Communicator, tokens: int, device: torch.device, *, fp8: bool = False, **options: bool
+) -> Case:
     """``MoeAlltoAll`` over putget."""
     mapping = SimpleNamespace(moe_ep_size=comm.size, moe_ep_rank=comm.rank)
     options = {"by_source": True, "ids_are_routes": False, **options}
@@ -103,13 +134,14 @@ def flashinfer(comm: putget.Communicator, tokens: int, device: torch.device, **o
     def make() -> MoeAlltoAll:
         return MoeAlltoAll(mapping, tokens, TOP_K, EXPERTS, hidden_size=HIDDEN, comm=comm, device=device, **options)
 
-    return flashinfer_like(make, comm.rank, tokens, device)
+    return flashinfer_like(make, comm.rank, tokens, device, fp8=fp8)
 
 
-def flashinfer_itself(comm: putget.Communicator, tokens: int, device: torch.device) -> Case:
+def flashinfer_itself(comm: putget.Communicator, tokens: int, device: torch.device, *, fp8: bool = False) -> Case:
     """FlashInfer's own class; raises where it is not installed or cannot run here."""
     peer: Any = importlib.import_module("putget_bench.peers.flashinfer")
     row = putget.Payload((HIDDEN,), torch.bfloat16)
+    payloads = layer_payloads(HIDDEN, torch.float8_e4m3fn if fp8 else torch.bfloat16)
 
     def make() -> Any:
         return peer.connect(
@@ -117,11 +149,11 @@ def flashinfer_itself(comm: putget.Communicator, tokens: int, device: torch.devi
             max_tokens_per_rank=tokens,
             top_k=TOP_K,
             num_experts=EXPERTS,
-            dispatch_row_bytes=dispatch_row_bytes([row], TOP_K),
+            dispatch_row_bytes=dispatch_row_bytes(payloads, TOP_K),
             combine_row_bytes=row.row_bytes,
         )
 
-    return flashinfer_like(make, comm.rank, tokens, device)
+    return flashinfer_like(make, comm.rank, tokens, device, fp8=fp8)
 
 
 def deep_ep_normal(comm: putget.Communicator, tokens: int, device: torch.device) -> Case:
@@ -184,9 +216,12 @@ def layer(comm: putget.Communicator, tokens: int, device: torch.device, *, repla
 
 CASES: dict[str, Callable[[putget.Communicator, int, torch.device], Case]] = {
     "alltoall": alltoall,
+    "alltoall_fp8": alltoall_fp8,
     "flashinfer_class": flashinfer,
+    "flashinfer_class_fp8": lambda *a: flashinfer(*a, fp8=True),
     "flashinfer_class_flat": lambda *a: flashinfer(*a, by_source=False, ids_are_routes=True),
     "flashinfer_itself": flashinfer_itself,
+    "flashinfer_itself_fp8": lambda *a: flashinfer_itself(*a, fp8=True),
     "deep_ep_normal": deep_ep_normal,
     "deep_ep_low_latency": deep_ep_low_latency,
     "layer": layer,
