@@ -9,8 +9,8 @@ from pathlib import Path
 from tests.harness import warm
 
 ROOT = Path(__file__).resolve().parents[2]
-# Python functions and calls into C of one pair, a few above what was counted: 48 and 14, 117 and 40, 140 and 44; with the
-# caller's quantisation 55 and 34, 123 and 62.
+# Python functions and calls into C of one pair, a few above what was counted: 48 and 14, 117 and 40, 140 and 44; with
+# the caller's quantisation 55 and 34, 123 and 62.
 BOUNDS = {
     "alltoall": (52, 18),
     "flashinfer_class": (125, 46),

@@ -40,6 +40,11 @@ class Recorder:
         if self.breaks:
             raise RuntimeError("the device is lost")
 
+    def fail(self, name: str, reason: str) -> None:
+        self.calls.append(("failed", name))
+        if name == "ended":
+            raise ValueError("it has ended before")
+
     def end_step(self, stream: object) -> None:
         self.calls.append(("over", stream))
 
@@ -99,15 +104,18 @@ def test_nothing_of_a_refused_step_that_never_ended_leaves_with_the_next(breaks:
             steps.end()
         recorder.breaks = False
     recorder.taken()
+    # Its requests fail: the next step's word would say that they are computed.
     steps.begin([("b", 1, [[0]])])
+    failed = [("failed", "a"), ("failed", "wrong"), ("over", 64)]
+    assert recorder.taken() == [*failed, ("begin", 2, 1, 64)]
     steps.end()
-    assert recorder.taken() == [("begin", 2, 1, 64), ("layer", LAYERS - 1, 64)]
+    assert recorder.taken() == [("layer", LAYERS - 1, 64)]
 
 
 def test_a_pass_without_prefills_reports_nothing_of_a_step_that_never_ended() -> None:
     recorder = Recorder()
     steps = Steps(recorder, INDEX, stream=lambda: 64)  # type: ignore[arg-type]
-    steps.begin([("a", 1, [[0]]), ("wrong", 1, [[0]])])
+    steps.begin([("a", 1, [[0]]), ("ended", 1, [[0]])])
     recorder.taken()
     for _ in range(2):
         steps.begin_without()
@@ -115,7 +123,7 @@ def test_a_pass_without_prefills_reports_nothing_of_a_step_that_never_ended() ->
         steps.layer_done(NAMES[0])
         steps.end()
     # A graph's kernels that run from now on belong to no step.
-    assert recorder.taken() == [("over", 64)]
+    assert recorder.taken() == [("failed", "a"), ("failed", "ended"), ("over", 64)]
 
 
 def test_halves_of_a_batch_are_reported_when_the_step_is_over() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -53,17 +54,16 @@ class Steps:
         self.step = 0
         self.computes = False
         """A step with prefills is under way."""
+        self.names: list[str] = []
+        """Requests of that step."""
         self.late: Sequence[Work] = ()
         """Work of a step that leaves when the step is over."""
 
     def begin(self, work: Sequence[Work]) -> None:
-        """Say what the next forward step computes, before anything of it is launched.
-
-        What is left of a step that never ended is forgotten: its pages may be others' by now.
-        """
-        self.late = ()
+        """Say what the next forward step computes, before anything of it is launched."""
+        self.abandon()
         self.step += 1
-        self.computes = True
+        self.computes, self.names = True, [name for name, *_ in work]
         try:
             self.prefiller.begin_step(self.step, work, self.stream())
         except (ValueError, pt.EngineBusy) as error:
@@ -73,10 +73,21 @@ class Steps:
             self.late = work
 
     def begin_without(self) -> None:
-        """Say that the next pass computes nothing for others: a step before it that never ended is over."""
-        if self.computes:
-            self.computes, self.late = False, ()
-            self.prefiller.end_step(self.stream())
+        """Say that the next pass computes nothing for others."""
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Fail the requests of a step that never ended.
+
+        Its pages are not computed, which the next step's word would say, and may be others' by now.
+        """
+        if not self.computes:
+            return
+        self.computes, self.late = False, ()
+        for name in self.names:
+            with contextlib.suppress(ValueError):  # it has ended already
+                self.prefiller.fail(name, "its forward pass did not end")
+        self.prefiller.end_step(self.stream())
 
     def reports(self) -> bool:
         """Return whether `layer_done` is to be called for the layers of this pass: in a step, and in a capture."""
@@ -92,10 +103,10 @@ class Steps:
         """Say that all layers are computed, also those that nobody reports, once all that is launched so far is."""
         if not self.computes:
             return
-        self.computes = False
         late, self.late = self.late, ()
         stream = self.stream()
         self.prefiller.layer_done(self.last, stream)
+        self.computes = False
         for work in late:
             self.step += 1
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from typing import Any
 
@@ -109,9 +110,16 @@ class Worker:
             self.steps.layer_done(name)
 
     def step_done(self) -> None:
-        """Say that all layers are computed, also those without attention."""
-        if self.steps is not None:
+        """Say that all layers are computed, also those without attention; of a pass that raised, that none is.
+
+        vLLM calls it in a `finally`.
+        """
+        if self.steps is None:
+            return
+        if sys.exc_info()[0] is None:
             self.steps.end()
+        else:
+            self.steps.abandon()
 
     def start(self, metadata: Metadata) -> None:
         """Do what the scheduler's half has asked for."""
