@@ -22,6 +22,7 @@ import torch
 
 from putget_transfer import weights
 from putget_transfer.weights import _controller, _native
+from putget_transfer.weights._describe import Part, tensors_of
 from tests.transfer import weights_models as models
 from tests.transfer.weights_cluster import DEADLINE_S, Cluster
 
@@ -103,6 +104,18 @@ def test_an_update_that_fails_leaves_the_old_version_or_a_torn_one(make: Callabl
     assert cluster.controller.update(3, DEADLINE_S).committed == ["replica 0"]
     assert cluster.versions() == [[3], [3]]
     assert [rollout.state for rollout in cluster.rollouts] == ["whole", "whole"]
+
+
+def test_parts_that_a_framework_names_are_sent(make: Callable[..., Cluster]) -> None:
+    """As vLLM's sources name them: a part of each tensor that this rank holds, which is no DTensor."""
+    cluster = make()
+    cluster.source.set(3)
+    tensors = dict(tensors_of(cluster.source))
+    parts = {name: Part(tuple(tensor.shape), (0,) * tensor.dim(), tensor) for name, tensor in tensors.items()}
+    cluster.trainer = weights.Trainer(cluster.own[0], cluster.schedule, 0, parts, watermark_bytes=50_000)
+    cluster.controller = weights.Controller([cluster.trainer], {"replica 0": cluster.rollouts})
+    assert cluster.controller.update(3, DEADLINE_S).committed == ["replica 0"]
+    assert cluster.versions() == [[3], [3]]
 
 
 @pytest.mark.parametrize("commit", ["swap", "paused"])

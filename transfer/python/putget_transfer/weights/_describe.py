@@ -84,6 +84,15 @@ class Part:
         """The type of its elements."""
         return self.tensor.dtype
 
+    @property
+    def device(self) -> Any:
+        """Where the part lies."""
+        return self.tensor.device
+
+    def element_size(self) -> int:
+        """Return the bytes of an element."""
+        return int(self.tensor.element_size())
+
 
 def chunk_area(
     shape: Sequence[int], dims: Sequence[int | None], mesh: Sequence[int], at: Sequence[int]
