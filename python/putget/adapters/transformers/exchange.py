@@ -82,7 +82,11 @@ class ExpertExchange:
         self.waited_s += time.perf_counter() - began
         announce_launch("transformers", rounds.all_to_all, len(rows))
         if received.stats is not None:
-            self.hear(received.stats)
+            try:
+                self.hear(received.stats)
+            except BaseException:
+                rounds.release()
+                raise
         gate = self._gate_of(networks, rows)
         if gate is not None:
             return self._by_expert(rounds, received, networks, gate, len(rows))
