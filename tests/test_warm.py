@@ -79,7 +79,9 @@ def test_a_signal_reaches_the_program() -> None:
         "try:\n    print('begun', flush=True)\n    time.sleep(60)\n"
         "except KeyboardInterrupt:\n    print('interrupted')"
     )
-    with subprocess.Popen([warm.python(), "-c", code], stdout=subprocess.PIPE, text=True) as program:
+    # What runs in the background of a shell ignores this signal, and so would the program.
+    command = ["env", "--default-signal=INT", warm.python(), "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
         assert program.stdout is not None
         assert program.stdout.readline() == "begun\n"
         program.send_signal(signal.SIGINT)

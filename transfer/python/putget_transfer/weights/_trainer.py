@@ -78,7 +78,7 @@ class Trainer:
         self._works: list[Work] = []
         self._staging: Staging | None = None
         self._places: Mapping[str, Any] | None = None
-        self._measure(self._checked())
+        self._measure(self._looks(self._checked()))
         self._kept = Kept(schedule, rank) if deltas else None
         self._busy = threading.Lock()
         self._totals = {"updates": 0, "failed": 0, "bytes": 0}
@@ -110,8 +110,12 @@ class Trainer:
             raise ValueError(f"model: {'; '.join(wrong[:SHOWN])}{more}")
         return tensors
 
+    def _looks(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return what has type, shape and device of each tensor: here the tensors themselves."""
+        return tensors
+
     def _measure(self, tensors: Mapping[str, Any]) -> None:
-        """Find out what tasks need of temporary memory, and allocate it.
+        """Find out what tasks need of temporary memory, and allocate it. `tensors` are looks.
 
         Other memory than pieces counts as well: pieces get what it leaves of the watermark.
         """
@@ -158,7 +162,7 @@ class Trainer:
             raise ValueError(f"version: {version} came while another version is being published")
         try:
             tensors = self._checked()
-            self._measure(tensors)
+            self._measure(self._looks(tensors))
             writer = Writer(self.engine, self.schedule, self.rank, places)
             self.version = version
             deltas = Deltas(self._kept, self.engine, since, {place[0]: delta for place, delta in found})

@@ -99,6 +99,13 @@ class _Sender(Trainer):
         self.model.begin()
         return self.model
 
+    def _looks(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A source yields each tensor once, so it is not asked here: they may lie anywhere, and each part is copied."""
+        import torch
+
+        metas = self.model.metas.values()
+        return {meta.name: torch.empty(tuple(meta.shape), dtype=meta.dtype, device="meta") for meta in metas}
+
 
 class PutgetTrainerWeightTransferEngine(TrainerWeightTransferEngine[TrainerInit]):  # type: ignore[misc]
     """Sends versions by `putget_transfer.weights`: `iter_local` of the source where it has that, and `iter_full` else.
