@@ -79,7 +79,7 @@ def test_a_signal_reaches_the_program() -> None:
         "try:\n    print('begun', flush=True)\n    time.sleep(60)\n"
         "except KeyboardInterrupt:\n    print('interrupted')"
     )
-    # What runs in the background of a shell ignores this signal, and so would the program.
+    # Programs in the background of a shell ignore this signal, and so would this one.
     command = ["env", "--default-signal=INT", warm.python(), "-c", code]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
         assert program.stdout is not None
