@@ -395,14 +395,18 @@ class AllToAll:
     def _take_out(self, out: torch.Tensor | None, addend: torch.Tensor | None) -> torch.Tensor:
         output = self._geometry.output
         shape = (self._native.num_tokens, *output.shape)
-        if addend is not None:
-            check_tensor("addend", addend, shape, (output.dtype,), self._device)
-        if out is not None:
-            check_tensor("out", out, shape, (output.dtype,), self._device)
-            check_no_grad("out", out)
+        self._check_result(shape, out, addend)
         result = torch.empty(shape, dtype=output.dtype, device=self._device) if out is None else out
         self._native.take_out(result, addend)
         return result
+
+    def _check_result(self, shape: tuple[int, ...], out: torch.Tensor | None, addend: torch.Tensor | None) -> None:
+        dtypes = (self._geometry.output.dtype,)
+        if addend is not None:
+            check_tensor("addend", addend, shape, dtypes, self._device)
+        if out is not None:
+            check_tensor("out", out, shape, dtypes, self._device)
+            check_no_grad("out", out)
 
     def release(self) -> None:
         """Ends a round without combine: the received rows are no longer read here.
@@ -501,13 +505,8 @@ class AllToAll:
 
     def check_out(self, num_tokens: int, out: torch.Tensor | None, addend: torch.Tensor | None) -> None:
         """Raises ValueError unless ``combine`` takes these after a dispatch of so many tokens."""
-        output = self._geometry.output
-        shape = (num_tokens, *output.shape)
-        for name, tensor in (("addend", addend), ("out", out)):
-            if tensor is not None:
-                check_tensor(name, tensor, shape, (output.dtype,), self._device)
+        self._check_result((num_tokens, *self._geometry.output.shape), out, addend)
         if out is not None:
-            check_no_grad("out", out)
             self._native.span.result(out, addend, (0, 0))
         elif addend is not None:
             self._native.span.addresses(("addend",), (addend,))

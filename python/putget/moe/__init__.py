@@ -1,6 +1,7 @@
 """Around the experts: kernels between dispatch, grouped GEMMs and combine, routers, and a whole layer."""
 
-from putget.moe.fused import fused_layer, layer_payloads
+from putget.moe.experts import layer_payloads
+from putget.moe.fused import fused_layer
 from putget.moe.kernels import expand, finalize, gated_activation
 from putget.moe.layer import ExpertParallelMoE
 from putget.moe.lost import LayerMetrics

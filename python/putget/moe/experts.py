@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from putget._arguments import check_int
 from putget.moe import grouped_fp8
 from putget.moe.expert_rows import ExpertRows
 from putget.moe.kernels import Gate, gated_activation
@@ -52,6 +53,32 @@ class Experts(Protocol):
         """
 
 
+def layer_payloads(hidden_size: int, row_dtype: torch.dtype = torch.bfloat16) -> list[Payload]:
+    """The payloads that the AllToAll of ``fused_layer`` is made with.
+
+    Args:
+        hidden_size: Elements of a token; a multiple of 8, with float8_e4m3fn of 128.
+        row_dtype: Of the rows that travel: bfloat16, or float8_e4m3fn with a float32 scale for every 128 values.
+
+    Raises:
+        ValueError: An argument is none of these.
+    """
+    if row_dtype not in (torch.bfloat16, torch.float8_e4m3fn):
+        raise ValueError(f"row_dtype is {row_dtype}, allowed are torch.bfloat16 and torch.float8_e4m3fn")
+    check_int("hidden_size", hidden_size, 1, 1 << 20)
+    if row_dtype == torch.bfloat16:
+        if hidden_size % 8:
+            raise ValueError(f"hidden_size is {hidden_size}, BF16 rows need a multiple of 8")
+        return [Payload((hidden_size,), torch.bfloat16)]
+    grouped_fp8.check_multiple("hidden_size", hidden_size)
+    return [Payload((hidden_size,), torch.float8_e4m3fn), Payload((hidden_size // grouped_fp8.GROUP,), torch.float32)]
+
+
+def expected_rows(num_tokens: int, ep_size: int, top_k: int, num_experts: int) -> int:
+    """The rows of an expert on average, if every rank has as many tokens, rounded up."""
+    return -(-num_tokens * ep_size * top_k // num_experts)
+
+
 class Bf16Experts(nn.Module):
     """BF16 rows and weights, through ``torch._grouped_mm`` on CUDA and one product for each expert on the CPU.
 
@@ -81,7 +108,7 @@ class Bf16Experts(nn.Module):
 
     def payloads(self) -> list[Payload]:
         """See ``Experts.payloads``."""
-        return [Payload((self.hidden_size,), torch.bfloat16)]
+        return layer_payloads(self.hidden_size)
 
     def prepare(self, x: Tensor) -> tuple[Tensor, ...]:
         """See ``Experts.prepare``."""
@@ -140,12 +167,7 @@ class Fp8Experts(nn.Module):
 
     def payloads(self) -> list[Payload]:
         """See ``Experts.payloads``: rows; of FP8 ones their scales too."""
-        if self.row_dtype == torch.bfloat16:
-            return [Payload((self.hidden_size,), torch.bfloat16)]
-        return [
-            Payload((self.hidden_size,), torch.float8_e4m3fn),
-            Payload((self.hidden_size // grouped_fp8.GROUP,), torch.float32),
-        ]
+        return layer_payloads(self.hidden_size, self.row_dtype)
 
     def prepare(self, x: Tensor) -> tuple[Tensor, ...]:
         """See ``Experts.prepare``."""

@@ -5,36 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from putget._arguments import check_int, check_tensor
+from putget._arguments import check_tensor
 from putget.alltoall import AllToAll
 from putget.core.expert_major import ExpertMajorMemory
 from putget.moe import grouped_fp8
-from putget.moe.experts import bf16_networks, fp8_networks
+from putget.moe.experts import bf16_networks, expected_rows, fp8_networks, layer_payloads
 from putget.moe.kernels import GATES, Gate
 from putget.payload import Payload
 
 _E4M3 = torch.float8_e4m3fn
-
-
-def layer_payloads(hidden_size: int, row_dtype: torch.dtype = torch.bfloat16) -> list[Payload]:
-    """The payloads that the AllToAll of ``fused_layer`` is made with.
-
-    Args:
-        hidden_size: Elements of a token; a multiple of 8, with float8_e4m3fn of 128.
-        row_dtype: Of the rows that travel: bfloat16, or float8_e4m3fn with a float32 scale for every 128 values.
-
-    Raises:
-        ValueError: An argument is none of these.
-    """
-    if row_dtype not in (torch.bfloat16, _E4M3):
-        raise ValueError(f"row_dtype is {row_dtype}, allowed are torch.bfloat16 and torch.float8_e4m3fn")
-    check_int("hidden_size", hidden_size, 1, 1 << 20)
-    if row_dtype == torch.bfloat16:
-        if hidden_size % 8:
-            raise ValueError(f"hidden_size is {hidden_size}, BF16 rows need a multiple of 8")
-        return [Payload((hidden_size,), torch.bfloat16)]
-    grouped_fp8.check_multiple("hidden_size", hidden_size)
-    return [Payload((hidden_size,), _E4M3), Payload((hidden_size // grouped_fp8.GROUP,), torch.float32)]
 
 
 @torch.no_grad()
@@ -103,7 +82,7 @@ def fused_layer(
     )
     grouped = received.expert_major(memory=memory)
     busiest = max(num_tokens, busiest_tokens or 0) or received.payloads[0].shape[1]
-    expected = -(-busiest * a2a.ep_size * topk_ids.shape[1] // len(a2a.expert_to_rank))
+    expected = expected_rows(busiest, a2a.ep_size, topk_ids.shape[1], len(a2a.expert_to_rank))
     if weights is None:
         result = bf16_networks(grouped.payloads[0], grouped, gate_up, down, gate, expected)
     else:

@@ -21,7 +21,7 @@ from putget.core.geometry import check_valid_tokens
 from putget.errors import PutgetError
 from putget.group.communicator import Communicator, collective
 from putget.memory.workspace import resolve_device
-from putget.moe.experts import Bf16Experts, Fp8Experts
+from putget.moe.experts import Bf16Experts, Fp8Experts, expected_rows
 from putget.moe.kernels import GATES, Gate
 from putget.moe.loading import DenseState, load_networks, load_router
 from putget.moe.lost import LayerMetrics, LostExperts
@@ -465,8 +465,9 @@ class ExpertParallelMoE(nn.Module):
         """
         with self.range("experts"):
             # The rows of an expert if every rank has as many tokens. Without any this rank knows nothing of the others.
-            pairs = (num_tokens or self.max_tokens_per_rank) * self.a2a.ep_size * self.top_k
-            rows: Tensor = self.experts(grouped.payloads, grouped, -(-pairs // self.num_slots))
+            tokens = num_tokens or self.max_tokens_per_rank
+            expected = expected_rows(tokens, self.a2a.ep_size, self.top_k, self.num_slots)
+            rows: Tensor = self.experts(grouped.payloads, grouped, expected)
             return rows
 
     @contextlib.contextmanager

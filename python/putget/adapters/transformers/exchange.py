@@ -14,7 +14,7 @@ from putget.adapters.placement import Table
 from putget.adapters.rounds import Rounds
 from putget.adapters.shared import TIMEOUT_S, WARMUP_TIMEOUT_S, engine_workspace_bytes, shared_workspace
 from putget.adapters.transformers.grouped import gate_of
-from putget.moe.experts import bf16_networks
+from putget.moe.experts import bf16_networks, expected_rows
 from putget.moe.kernels import Gate
 
 _WEIGHTS = ("gate_up_proj", "down_proj")
@@ -118,8 +118,8 @@ class ExpertExchange:
             grouped = received.expert_major()
             (came,) = grouped.payloads
             # If every rank has as many tokens. One without any knows nothing of the others.
-            pairs = (num_tokens or self.max_tokens_per_rank) * received.num_tokens.shape[0] * rounds.top_k
-            expected = -(-pairs // rounds.num_experts)
+            tokens = num_tokens or self.max_tokens_per_rank
+            expected = expected_rows(tokens, received.num_tokens.shape[0], rounds.top_k, rounds.num_experts)
             output = bf16_networks(came, grouped, networks.gate_up_proj, networks.down_proj, gate, expected)
         except BaseException:
             rounds.release()
