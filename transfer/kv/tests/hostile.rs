@@ -176,6 +176,18 @@ fn accepted(prefiller: &Prefiller) -> String {
 }
 
 #[test]
+fn a_cancel_is_confirmed_where_it_says_whatever_its_request_said() {
+    let network = Network::Sim(SimNetwork::new(5));
+    let source = rank(&network, &SIDE, 0);
+    let prefiller = Prefiller::new(&source.cache, PrefillerOptions { lease: LONG, ..Default::default() }).unwrap();
+    let mut hostile = Hostile::new(&network, prefiller.source(), 3);
+    let request = Request { answers: 1_711_276_037, ..hostile.good(1) };
+    hostile.say(&Message::Request(Box::new(request)).encode());
+    eventually("the request is accepted", || accepted(&prefiller).ends_with(" 1"));
+    hostile.cancel(1);
+}
+
+#[test]
 fn hostile_messages_crash_nothing_and_what_is_refused_writes_nothing() {
     // Messages come in order, so that the answer to one says that those before it were heard.
     let network = Network::Sim(SimNetwork::new(5));

@@ -163,7 +163,7 @@ impl Inner {
     pub(super) fn cancelled(&self, from: &NetAddr, receive: u64, answers: u32) {
         let mut state = self.state();
         let key = (from.clone(), receive);
-        let Some(job) = state.jobs.get(&key) else {
+        let Some(job) = state.jobs.get_mut(&key) else {
             // Over, or not yet here.
             if state.cancelled.len() >= MOST_REMEMBERED {
                 self.tidy(&mut state);
@@ -176,6 +176,8 @@ impl Inner {
             state.cancelled.insert(key, Instant::now() + OVERTAKEN);
             return self.send(from, answers, &Message::Cancelled { receive, may_land });
         };
+        // The one that waits for it listens there, wherever its request said.
+        job.request.answers = answers;
         let request = job.request.request.clone();
         self.stop(&mut state, &key, Stop::Cancelled);
         self.settle(&mut state, &request);
