@@ -40,6 +40,7 @@ WAIT_S = 120.0
 RAW_IMM = 9
 PIECE = 16 << 20
 WATERMARK = 256 << 20
+SCALE = "_scale_inv"
 
 
 def shapes(options: argparse.Namespace) -> dict[str, tuple[int, int]]:
@@ -53,45 +54,54 @@ def shapes(options: argparse.Namespace) -> dict[str, tuple[int, int]]:
 class Source(torch.nn.Module):
     """The trainers' model."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace, device: str = "cpu") -> None:
         super().__init__()
         for name, shape in shapes(options).items():
-            self.register_parameter(name.replace(".", "_"), torch.nn.Parameter(values(name, shape)))
+            self.register_parameter(name.replace(".", "_"), torch.nn.Parameter(values(name, shape, device)))
 
 
-def values(name: str, shape: tuple[int, int]) -> torch.Tensor:
+def values(name: str, shape: tuple[int, int], device: str = "cpu") -> torch.Tensor:
     """Return a parameter: the same on all ranks, and another one for each name."""
     made = torch.Generator().manual_seed(sum(map(ord, name)))
     length = shape[0] * shape[1]
-    few = torch.randn(min(length, 1_000_003), generator=made).bfloat16()
+    few = torch.randn(min(length, 1_000_003), generator=made).bfloat16().to(device)
     return few.repeat(-(-length // few.numel()))[:length].view(shape)
 
 
 class Fused:
-    """A rollout rank's model: QKV and gate-up fused, sliced over `TP` ranks."""
+    """A rollout rank's model: QKV and gate-up fused, sliced over `tp` ranks; BF16, or FP8 with scales of blocks."""
 
-    def __init__(self, options: argparse.Namespace, rank: int) -> None:
-        self.rank, self.tensors = rank, dict[str, torch.Tensor]()
+    def __init__(
+        self, options: argparse.Namespace, rank: int, tp: int = TP, device: str = "cpu", *, fp8: bool = False
+    ) -> None:
+        self.rank, self.tp, self.tensors = rank, tp, dict[str, torch.Tensor]()
+
+        def make(name: str, high: int, wide: int) -> None:
+            dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
+            self.tensors[name] = torch.zeros(high, wide, dtype=dtype, device=device)
+            if fp8:
+                self.tensors[name + SCALE] = torch.zeros(high // 128, wide // 128, device=device)
+
         known = shapes(options)
         for layer in range(options.layers):
             rows = lambda kind, at=f"layers.{layer}.": known[at + kind][0]  # noqa: E731
             hidden, inter = options.hidden, rows("gate")
-            make = lambda high, wide: torch.zeros(high, wide, dtype=torch.bfloat16)  # noqa: E731
-            self.tensors[f"{layer}.qkv"] = make((rows("q") + 2 * rows("k")) // TP, hidden)
-            self.tensors[f"{layer}.gate_up"] = make(2 * inter // TP, hidden)
-            self.tensors[f"{layer}.o"] = make(hidden, hidden // TP)
-            self.tensors[f"{layer}.down"] = make(hidden, inter // TP)
+            make(f"{layer}.qkv", (rows("q") + 2 * rows("k")) // tp, hidden)
+            make(f"{layer}.gate_up", 2 * inter // tp, hidden)
+            make(f"{layer}.o", hidden, hidden // tp)
+            make(f"{layer}.down", hidden, inter // tp)
 
     def load(self, checkpoint: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load a checkpoint."""
         for name, tensor in checkpoint:
-            _, layer, kind = name.replace("_", ".").split(".")
-            size = tensor.shape[0] // TP
+            suffix = SCALE if name.endswith(SCALE) else ""
+            _, layer, kind = name.removesuffix(suffix).replace("_", ".").split(".")
+            size = tensor.shape[0] // self.tp
             if kind in ("o", "down"):
-                size = tensor.shape[1] // TP
-                self.tensors[f"{layer}.{kind}"].copy_(tensor.narrow(1, self.rank * size, size))
+                size = tensor.shape[1] // self.tp
+                self.tensors[f"{layer}.{kind}{suffix}"].copy_(tensor.narrow(1, self.rank * size, size))
                 continue
-            fused = self.tensors[f"{layer}.{'gate_up' if kind in ('gate', 'up') else 'qkv'}"]
+            fused = self.tensors[f"{layer}.{'gate_up' if kind in ('gate', 'up') else 'qkv'}{suffix}"]
             key = fused.shape[0] // 6 if kind in "qkv" else 0
             first = {"q": 0, "k": 4 * key, "v": 5 * key, "gate": 0, "up": size}[kind]
             fused.narrow(0, first, size).copy_(tensor.narrow(0, self.rank * size, size))
@@ -99,7 +109,7 @@ class Fused:
 
 def gathered(value: Any) -> list[Any]:
     """Return each rank's value."""
-    found: list[Any] = [None] * RANKS
+    found: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(found, value)
     return found
 
