@@ -31,6 +31,7 @@ from putget.balancer import (
     ReplicaChoice,
 )
 from putget.balancer.recovery import said_by_all
+from putget.experts import ExpertSlots
 from tests.harness import Rank
 
 LAYERS, EXPERTS, TOP_K, TOKENS, HIDDEN = 2, 12, 2, 5, 24
@@ -90,7 +91,9 @@ def options_of(**options: Any) -> dict[str, Any]:
 class Server:
     """One rank of a model of two layers, which share an AllToAll."""
 
-    def __init__(self, rank: Rank, seed: int, *, spare: int = 2, stored: bool = False, **options: Any) -> None:
+    def __init__(
+        self, rank: Rank, seed: int, *, spare: int = 2, stored: bool = False, updated: bool = False, **options: Any
+    ) -> None:
         self.rank, self.seed = rank, seed
         slots = rank.size * -(-(EXPERTS + spare * rank.size) // rank.size)
         start = Placement.of(np.tile(np.arange(slots) % EXPERTS, (LAYERS, 1)), EXPERTS)
@@ -101,9 +104,15 @@ class Server:
         num_stats = options.pop("num_stats", 9)
         self.a2a = rank.all_to_all(num_experts=slots, num_stats=num_stats, **sizes, **deadlines)
         described = [layer.balanced() for layer in self.layers]
+        self.slots = None
+        blobs = [one.blobs for one in described]
+        if updated:
+            held = start.physical_to_logical.reshape(LAYERS, rank.size, -1)[:, rank.rank].tolist()
+            self.slots = ExpertSlots(blobs, held)
+            blobs = list(self.slots.layers)
         self.store = None
         if stored:
-            self.store = HostStore(rank.comm, [one.blobs.slot_bytes for one in described], EXPERTS, device=rank.device)
+            self.store = HostStore(rank.comm, [one.slot_bytes for one in blobs], EXPERTS, device=rank.device)
         settings: dict[str, Any] = {"interval": 4, "history": LoadHistory(decay=0.2), "most_bytes": 64, "num_sms": 2}
         settings["in_thread"] = seed % 2 == 0
         self.balancer = Balancer(
@@ -114,6 +123,7 @@ class Server:
             device=rank.device,
             timeout_s=20.0,
             store=self.store,
+            slots=self.slots,
             **options_of(**{**settings, **options}),
         )
         if stored:
@@ -242,6 +252,62 @@ def serve_until_moved(rank: Rank, moves: int, seed: int, options: dict[str, Any]
         assert time.monotonic() < end, found
     server.close()
     return found
+
+
+def serve_beside_updates(rank: Rank, iterations: int, seed: int) -> dict[str, Any]:
+    """A body: each rank is in an update in some iterations, at other times than the other ranks."""
+    server = Server(rank, seed, updated=True)
+    slots = server.slots
+    assert slots is not None
+    refused = updates = 0
+    until, moves, taken = 0, 0, False
+    for iteration in range(iterations):
+        if not taken and iteration % (7 + rank.rank) == 0:
+            taken = slots.take("an update") is None
+            refused += not taken
+            until, moves = iteration + 5, slots.moved
+        server.serve()
+        if taken:
+            assert slots.moved == moves, "experts moved beside an update"
+            if iteration >= until:
+                slots.put_in_force("an update", iteration)
+                slots.give_back("an update")
+                updates, taken = updates + 1, False
+    if taken:
+        slots.give_back("an update")
+    held = server.balancer.placement.physical_to_logical.reshape(LAYERS, rank.size, -1)[:, rank.rank].tolist()
+    assert [slots.experts(layer) for layer in range(LAYERS)] == held
+    found = {**server.outcome(), "refused": refused, "updates": updates, "seen": ""}
+    server.close()
+    return found
+
+
+def go_on_after_an_update(rank: Rank, lost: int) -> dict[str, Any]:
+    """A body: one rank is in an update when another is lost. Nothing happens until the update is given up."""
+    server: Server = rank.state["server"]
+    assert server.slots is not None
+    mask = [one != lost for one in range(rank.size)]
+    server.a2a.set_active_ranks(mask)
+    server.balancer.poll()  # gives the slots back, where no batch is under way
+    assert server.slots.take("an update") is None
+    server.slots.put_in_force("an update", 1)
+    if rank.rank > 0:
+        server.slots.give_back("an update")
+    before = server.balancer.placement
+    try:
+        server.balancer.set_active_ranks(mask)
+        said = ""
+    except putget.PutgetError as error:
+        said = str(error)
+    assert server.balancer.placement is before
+    if rank.rank == 0:
+        server.slots.give_back("an update")
+    server.balancer.set_active_ranks(mask)
+    server.iteration = 100
+    right = server.outcome()["right"]
+    for _ in range(10):
+        server.serve()
+    return {"said": said, "right": right and server.outcome()["right"], "versions": server.slots.versions()}
 
 
 def begin(rank: Rank, seed: int, options: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ import torch
 
 import putget
 from tests.balancer.migration import serve_until_lost
-from tests.balancer.online import PHASES, begin, go_on, serve_many
+from tests.balancer.online import PHASES, begin, go_on, go_on_after_an_update, serve_beside_updates, serve_many
 from tests.harness import Rank, RankProcesses, fresh_ranks, run_ranks
 
 SIZE = 4
@@ -35,6 +35,15 @@ def test_no_token_is_wrong_while_experts_move(size: int, mode: str, seed: int, d
     assert found["moves"] > 15
     # The promise is about tokens while experts move. Moves that do not pay are not begun, so there are times without.
     assert found["moving"] > iterations // 4
+
+
+def test_moves_and_updates_take_turns(device: str) -> None:
+    outcomes = run_ranks(3, serve_beside_updates, 150, 1, device=device)
+    assert all(outcome["right"] for outcome in outcomes), outcomes
+    assert all(outcome["slots"] == outcomes[0]["slots"] for outcome in outcomes)
+    assert all(outcome["updates"] > 3 for outcome in outcomes), outcomes
+    assert outcomes[0]["moves"] > 5
+    assert sum(outcome["refused"] for outcome in outcomes) > 0, "no update came while experts moved"
 
 
 @pytest.fixture
@@ -116,3 +125,17 @@ def test_experts_with_other_replicas_need_no_store(ranks: RankProcesses) -> None
     assert outcomes[0]["right"]
     for slots in (*outcomes[0]["at once"], *outcomes[0]["later"]):
         assert slots[6:12] == [-1] * 6
+
+
+def test_an_update_is_given_up_before_ranks_go_on_without_one(ranks: RankProcesses) -> None:
+    victim = 2
+    ranks.call(begin, 1, {"timeout_s": 1.5, "stored": True, "updated": True, "spare": 1, "interval": 1000})
+    survivors = [rank for rank in range(SIZE) if rank != victim]
+    ranks.submit(victim, serve_until_lost, (4, "dispatch"), 10)
+    ranks.call(serve_until_lost, None, 10, ranks=survivors, timeout=40)
+    outcomes = list(ranks.call(go_on_after_an_update, victim, ranks=survivors, timeout=40).values())
+    for outcome in outcomes:
+        assert outcome["said"] == "rank 0: an update has the slots: abort it, then call set_active_ranks again"
+        assert outcome["right"]
+    # The lost experts come from the store, which was saved before the update.
+    assert {version for outcome in outcomes for version in outcome["versions"]} == {0, 1}

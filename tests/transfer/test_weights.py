@@ -118,51 +118,6 @@ def test_parts_that_a_framework_names_are_sent(make: Callable[..., Cluster]) -> 
     assert cluster.versions() == [[3], [3]]
 
 
-@pytest.mark.parametrize("commit", ["swap", "paused"])
-def test_no_version_lands_in_slots_whose_experts_have_moved(make: Callable[..., Cluster], commit: str) -> None:
-    cluster = make(commit)
-    places = ["here"]
-    engine, slots = cluster.engine(), weights.record(cluster.engines[0], weights.checkpoint(cluster.params))
-    cluster.own.append(engine)
-    cluster.rollouts[0] = weights.Rollout(
-        engine,
-        slots,
-        cluster.schedule,
-        0,
-        commit=commit,  # type: ignore[arg-type]
-        placed=lambda: places[0],
-    )
-    cluster.controller = weights.Controller([cluster.trainer], {"replica 0": cluster.rollouts})
-    cluster.source.set(1)
-    cluster.controller.update(1, DEADLINE_S)
-    assert cluster.versions() == [[1], [1]]
-    # Moved before: nothing is written.
-    places[0] = "elsewhere"
-    cluster.source.set(2)
-    with pytest.raises(weights.UpdateFailed, match="experts have moved since its slots were recorded"):
-        cluster.controller.update(2, DEADLINE_S)
-    assert cluster.versions()[0] == [1]
-    assert (cluster.rollouts[0].version, cluster.rollouts[0].state) == (1, "whole")
-    # Moved while a version lands: it does not come into force.
-    places[0] = "here"
-    offers = [rollout.expect(3, {0: cluster.trainer.address()}) for rollout in cluster.rollouts]
-    cluster.source.set(3)
-    cluster.trainer.publish(3, DEADLINE_S, offers=[one[0] for one in offers])
-    assert cluster.rollouts[0].ready(DEADLINE_S)
-    places[0] = "elsewhere"
-    with pytest.raises(weights.UpdateFailed, match="version 3, rollout rank 0: experts have moved"):
-        cluster.rollouts[0].commit(3)
-    assert (cluster.rollouts[0].version, cluster.rollouts[0].state) == (1, "torn" if commit == "paused" else "whole")
-    if commit == "swap":
-        assert cluster.versions()[0] == [1]
-    cluster.rollouts[1].abort()
-    # Back in their slots: the next one heals.
-    places[0] = "here"
-    cluster.source.set(4)
-    assert cluster.controller.update(4, DEADLINE_S).committed == ["replica 0"]
-    assert cluster.versions() == [[4], [4]]
-
-
 def test_a_replica_that_fails_is_out_and_joins_again(make: Callable[..., Cluster]) -> None:
     cluster = make(replicas=2)
     cluster.source.set(1)

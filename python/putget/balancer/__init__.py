@@ -16,6 +16,7 @@ from putget.balancer.recorder import RoutingRecorder
 from putget.experts.blobs import Blob, ExpertBlobs
 from putget.experts.exchange import ExpertExchange, travelling_bytes
 from putget.experts.host_pages import HostSettings, host_settings
+from putget.experts.slots import ExpertSlots, InForce
 from putget.experts.store import HostStore
 from putget.experts.store_report import HostStoreReport
 
@@ -25,9 +26,11 @@ __all__ = [
     "Blob",
     "ExpertBlobs",
     "ExpertExchange",
+    "ExpertSlots",
     "HostSettings",
     "HostStore",
     "HostStoreReport",
+    "InForce",
     "Landing",
     "LandingProgress",
     "LoadGathering",

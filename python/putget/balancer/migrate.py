@@ -16,6 +16,7 @@ from putget.balancer.gathering import LandingTables, LoadGathering
 from putget.errors import PutgetError
 from putget.experts.blobs import ExpertBlobs
 from putget.experts.movers import MOST_SMS, require_one_domain
+from putget.experts.slots import MOVES, ExpertSlots
 from putget.group.communicator import Communicator, collective
 from putget.memory.workspace import Workspace, current_stream, resolve_device
 
@@ -101,6 +102,8 @@ class Landing:
         timeout_s: deadline of set-up, and of each stage of `set_active_ranks`, in seconds.
         tables: contiguous tensors on the device that batches change: see `post`.
         gathering: what ranks tell each other, for `step`; its first number is `landed` then.
+        slots: what is in force in the slots, where an update of weights writes them, too; `layers` are its layers then.
+            While an update has the slots, `post` returns False. While moves are under way, no update gets them.
 
     Raises:
         ValueError: An argument is wrong, here or on another rank; the group has several domains; a tensor's part of a
@@ -121,11 +124,13 @@ class Landing:
         timeout_s: float = 30.0,
         tables: Sequence[torch.Tensor] = (),
         gathering: LoadGathering | None = None,
+        slots: ExpertSlots | None = None,
     ) -> None:
         try:
             require_one_domain(comm)
             self._device = resolve_device(device)
             self._layers = _checked_layers(layers, self._device)
+            _check_slots(slots, self._layers)
             self._tables = LandingTables(tables, self._device)
             self._blob_bytes = max(blobs.slot_bytes for blobs in self._layers)
             cells = as_count("cells", cells, 1, _abi_balancer.MAX_CELLS)
@@ -147,6 +152,7 @@ class Landing:
         self._comm = comm
         self._workspace = Workspace(comm, num_bytes, self._device, timeout_s=timeout_s, warmup_timeout_s=timeout_s)
         self._gathering = gathering
+        self._slots, self._has_slots, self._moves = slots, False, False
         own = torch.zeros(1, dtype=torch.int32, device=self._device) if gathering is None else gathering.landed
         self._landed: torch.Tensor = own
         self._native: ctypes.c_void_p | None = None
@@ -208,8 +214,8 @@ class Landing:
                 them, on the CPU.
 
         Returns:
-            False where kernels have not done enough of the batches before: nothing has happened, post again later. A
-            batch with tables waits until the one before has been taken.
+            False where kernels have not done enough of the batches before, or an update of weights has the slots:
+            nothing has happened, post again later. A batch with tables waits until the one before has been taken.
 
         Raises:
             ValueError: A move names a layer, rank or slot that does not exist, stays on its rank, or two of them have
@@ -223,6 +229,8 @@ class Landing:
         for index, words in changed.items():
             self._tables.check(index, words)
         if changed and self.progress().agreed != self._batch:
+            return False
+        if moves and self.hold_slots() is not None:
             return False
         for index, words in changed.items():
             self._tables.stage(index, words)
@@ -252,7 +260,30 @@ class Landing:
         if posted.value:
             self._arrivals = arrivals
             self._batch += 1
+            self._moves = self._moves or bool(moves)
         return bool(posted.value)
+
+    def hold_slots(self, *, moves: bool = False) -> str | None:
+        """Takes the slots, until `progress` finds that no batch is under way.
+
+        Args:
+            moves: whether slots get other experts meanwhile.
+
+        Returns:
+            None: this object has them, or was made without `slots`. Otherwise the mover that has them.
+        """
+        if self._slots is None:
+            return None
+        other = self._slots.take(MOVES)
+        self._has_slots = other is None
+        self._moves = self._moves or (moves and self._has_slots)
+        return other
+
+    def _give_slots_back(self) -> None:
+        if self._slots is not None and self._has_slots:
+            self._has_slots = False
+            self._slots.give_back(MOVES, moved=self._moves)
+            self._moves = False
 
     def _check_moves(self, moves: Sequence[Move]) -> None:
         targets = set()
@@ -349,7 +380,7 @@ class Landing:
         self._tables.write(index, words)
 
     def progress(self) -> LandingProgress:
-        """How far this rank is; does not wait for kernels.
+        """How far this rank is; does not wait for kernels. Gives the slots back when every batch has been taken.
 
         Raises:
             PutgetError: What came differs from what was sent, or a copy of the thread failed.
@@ -362,6 +393,8 @@ class Landing:
                 f"rank {self._comm.rank}: the bytes of arrival {found.wrong - 1} differ from those that were sent; "
                 "no batch from this one on is taken on any rank"
             )
+        if found.agreed == self._batch:
+            self._give_slots_back()
         return LandingProgress(found.batch, found.put, found.taken, found.agreed, found.written, found.gathered)
 
     def set_active_ranks(self, mask: Sequence[bool]) -> int:
@@ -399,6 +432,7 @@ class Landing:
             return
         self._comm.synchronize(self._device)
         self._destroy()
+        self._give_slots_back()
         self._workspace.close()
 
     def _require_open(self) -> ctypes.c_void_p:
@@ -439,6 +473,16 @@ def _checked_layers(layers: Any, device: torch.device) -> list[ExpertBlobs]:
                     f"expected multiples of {_WORDS}"
                 )
     return found
+
+
+def _check_slots(slots: ExpertSlots | None, layers: Sequence[ExpertBlobs]) -> None:
+    if slots is None:
+        return
+    if not isinstance(slots, ExpertSlots):
+        raise ValueError(f"slots is {shown(slots)}, expected an ExpertSlots")
+    own = slots.layers
+    if len(own) != len(layers) or any(one is not other for one, other in zip(own, layers, strict=True)):
+        raise ValueError("layers are not those of slots: give slots.layers, whose tags travel with the experts")
 
 
 def _parts_of(layers: Sequence[ExpertBlobs]) -> tuple[Any, list[tuple[int, int]]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -27,9 +28,12 @@ from putget.balancer.schedule import Batch
 from putget.balancer.worth import Pace, Tasks, paying_batches
 from putget.errors import PutgetError
 from putget.experts.blobs import ExpertBlobs
+from putget.experts.slots import ExpertSlots, tagged
 from putget.experts.store import HostStore
 from putget.group.communicator import Communicator, collective
 from putget.memory.workspace import resolve_device
+
+logger = logging.getLogger("putget")
 
 Loads: TypeAlias = NDArray[np.float64]
 # Cost, in max/mean, of an iteration in which experts move: measured, docs/guides/balancer.md.
@@ -91,6 +95,8 @@ class Balancer:
         plan: when it plans, and what a plan may cost.
         moves: how experts move.
         store: where experts come from that have died with their ranks; see `save`.
+        slots: what is in force in the slots, where an update of weights writes them, too. While an update has them, no
+            move begins. `store` then has the sizes of its `layers`.
         device: where the layers are.
         timeout_s: deadline of set-up, and of each stage of `set_active_ranks`, in seconds.
 
@@ -115,6 +121,7 @@ class Balancer:
         plan: PlanOptions | None = None,
         moves: MoveOptions | None = None,
         store: HostStore | None = None,
+        slots: ExpertSlots | None = None,
         device: str | torch.device = "cuda",
         timeout_s: float = 30.0,
     ) -> None:
@@ -134,7 +141,12 @@ class Balancer:
             self._gathering = LoadGathering(
                 [layer.expert_load for layer in self._layers], comm.size, told, plan.interval, place
             )
-            _check_store(store, self._layers, placement)
+            self._slots = slots
+            self._blobs = [layer.blobs for layer in self._layers]
+            if slots is not None:
+                self._blobs = tagged(slots, self._blobs)
+                _check_experts(slots, placement, comm)
+            _check_store(store, self._blobs, placement)
             names = ("num_groups", "num_nodes", "max_moves", "min_gain")
             limits: dict[str, Any] = {name: getattr(plan, name) for name in names}
             self._plan_options = limits
@@ -152,7 +164,7 @@ class Balancer:
         self._placement = placement
         self._landing = Landing(
             comm,
-            [layer.blobs for layer in self._layers],
+            self._blobs,
             cells=moves.cells,
             num_sms=moves.num_sms,
             mover=moves.mover,
@@ -160,6 +172,7 @@ class Balancer:
             timeout_s=timeout_s,
             tables=[layer.table for layer in self._layers],
             gathering=self._gathering,
+            slots=slots,
         )
         self._before = copy.deepcopy(self._history)
         self._windows = self._first_window = 0
@@ -328,18 +341,23 @@ class Balancer:
     def save(self) -> None:
         """Saves every expert in the host store: of its replicas, the first one's rank does.
 
-        Between two rounds. An expert's bytes never change, so once is enough.
+        Between two rounds. Once is enough, where no update of weights changes an expert's bytes; otherwise once for
+        each version.
 
         Raises:
-            ValueError: There is no store.
+            ValueError: There is no store, or an update of weights has the slots.
         """
         if self._store is None:
             raise ValueError("this Balancer has no host store: give it store=")
+        mover = self._landing.hold_slots()
+        if mover is not None:
+            raise ValueError(f"{mover} has the slots: save behind its commit")
         each = self._placement.num_replicas // self._comm.size
         first = self._placement.logical_to_physical[:, :, 0]
         for layer, expert in np.argwhere(first // each == self._comm.rank).tolist():
             slot = int(first[layer, expert]) % each
-            self._store.save(layer, expert, self._layers[layer].blobs, slot)
+            self._store.save(layer, expert, self._blobs[layer], slot)
+        self._landing.progress()  # gives the slots back
 
     # --- ranks that are lost ------------------------------------------------------------------------------------------
 
@@ -357,7 +375,8 @@ class Balancer:
             ValueError: The mask is of another form, or brings a rank back.
             PeerTimeout: A member did not come in time.
             PutgetError: The only replica of an expert is lost, and the host store does not have what its layer needs.
-                The placement in force before stays in force, and nothing is planned any more.
+                The placement in force before stays in force, and nothing is planned any more. Or an update of weights
+                has the slots of a member: nothing has happened on any; call again when it has been aborted.
         """
         members = [bool(is_active) for is_active in mask]
         if len(members) != self._comm.size or not any(members):
@@ -365,6 +384,7 @@ class Balancer:
         back = [rank for rank, is_active in enumerate(members) if is_active and not self._active[rank]]
         if back:
             raise ValueError(f"mask brings rank {back[0]} back, which has no placement any more: make a new Balancer")
+        self._hold_all_slots(members)
         posted, batch = self._posted, self._landing.batch
         agreed = self._landing.set_active_ranks(members)
         self._active = members
@@ -379,9 +399,8 @@ class Balancer:
         lost = [rank for rank, is_active in enumerate(members) if not is_active]
         self._is_planned = True
         try:
-            blobs = [layer.blobs for layer in self._layers]
             plan = functools.partial(self._target, _loads(self._history, self._placement), self._placement)
-            here, target = recover(self._placement, lost, self._comm, self._store, blobs, plan, self._timeout_s)
+            here, target = recover(self._placement, lost, self._comm, self._store, self._blobs, plan, self._timeout_s)
         except BaseException:
             self._is_halted = True
             raise
@@ -390,6 +409,19 @@ class Balancer:
             self._landing.write_table(number, layer.table_of(here, number))
         self._tell_layers(range(len(self._layers)))
         self._aim_at(target)
+        if self._slots is not None and len(versions := self._slots.versions()) > 1:
+            text = "rank %d: experts of versions %s are in force together: the host store was saved before an update"
+            logger.warning(text, self._comm.rank, versions)
+
+    def _hold_all_slots(self, members: Sequence[bool]) -> None:
+        """Takes the slots on all members, or raises PutgetError on all."""
+        if self._slots is None:
+            return
+        ranks = [rank for rank, is_member in enumerate(members) if is_member]
+        said = said_by_all(self._comm, "slots", self._landing.hold_slots(moves=True), ranks, self._timeout_s)
+        for rank, mover in said.items():
+            if mover is not None:
+                raise PutgetError(f"rank {rank}: {mover} has the slots: abort it, then call set_active_ranks again")
 
     def _agree_on_history(self, members: Sequence[bool]) -> None:
         """A rank that has planned from a window that others have not seen whole forgets it."""
@@ -458,10 +490,21 @@ def _described(number: int, layer: HasBalancedLayer | BalancedLayer) -> Balanced
     return as_kind(f"layers[{number}].balanced()", layer.balanced(), BalancedLayer)
 
 
-def _check_store(store: HostStore | None, layers: Sequence[BalancedLayer], placement: Placement) -> None:
+def _check_experts(slots: ExpertSlots, placement: Placement, comm: Communicator) -> None:
+    """Raises ValueError unless the slots hold the experts that the placement says."""
+    each = placement.num_replicas // comm.size
+    held = placement.physical_to_logical[:, comm.rank * each :][:, :each].tolist()
+    for number, wanted in enumerate(held):
+        if slots.experts(number) != wanted:
+            raise ValueError(
+                f"slots have experts {slots.experts(number)} in layer {number}; the placement has {wanted} here"
+            )
+
+
+def _check_store(store: HostStore | None, layers: Sequence[ExpertBlobs], placement: Placement) -> None:
     if store is None:
         return
-    wanted = tuple(layer.blobs.slot_bytes for layer in layers)
+    wanted = tuple(blobs.slot_bytes for blobs in layers)
     if tuple(store.expert_bytes) != wanted or store.num_experts != placement.num_experts:
         raise ValueError(
             f"store has {store.num_experts} experts of {list(store.expert_bytes)} bytes in its layers; the layers have "

@@ -1,4 +1,4 @@
-"""Memory of experts: the bytes of one expert, a copy of all on each host, and experts on their way between ranks.
+"""Memory of experts: bytes, versions and movers of slots, a copy of all experts on each host, experts on their way.
 
 The balancer plans and asks; this package knows where the bytes lie. It imports nothing of the balancer.
 """
@@ -6,6 +6,7 @@ The balancer plans and asks; this package knows where the bytes lie. It imports 
 from putget.experts.blobs import Blob, ExpertBlobs
 from putget.experts.exchange import ExpertExchange, travelling_bytes
 from putget.experts.host_pages import HostSettings, host_settings
+from putget.experts.slots import ExpertSlots, InForce
 from putget.experts.store import HostStore
 from putget.experts.store_report import HostStoreReport
 
@@ -13,9 +14,11 @@ __all__ = [
     "Blob",
     "ExpertBlobs",
     "ExpertExchange",
+    "ExpertSlots",
     "HostSettings",
     "HostStore",
     "HostStoreReport",
+    "InForce",
     "host_settings",
     "travelling_bytes",
 ]

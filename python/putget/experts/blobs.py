@@ -80,6 +80,16 @@ class ExpertBlobs:
         """Each tensor's `Blob`, and the address of slot 0 of it: what native code copies from and to."""
         return [(blob, rows.data_ptr()) for blob, rows in zip(self.layout, self._bytes, strict=True)]
 
+    def with_tensor(self, name: str, tensor: Tensor) -> ExpertBlobs:
+        """The same tensors, and one more at the end.
+
+        Raises:
+            ValueError: The tensor does not fit the others, or the name is taken.
+        """
+        if name in self._tensors:
+            raise ValueError(f"{name} is there already")
+        return ExpertBlobs({**self._tensors, name: tensor})
+
     @property
     def device(self) -> torch.device:
         """Where the tensors are."""

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from putget_transfer._native import CountMissed, Engine, EngineError, MrDesc, MrHandle, NetAddr, Transfer
 from putget_transfer.weights._delta import Unsound
+from putget_transfer.weights._experts import ExpertSlots, Held
 from putget_transfer.weights._inbox import Inbox
 from putget_transfer.weights._model import Slot, Slots, UpdateFailed
 from putget_transfer.weights._native import Schedule
@@ -37,9 +38,6 @@ class _Attempt:
     applied: bool = False
 
 
-_MOVED = "experts have moved since its slots were recorded: record and plan anew, or wait until they lie still"
-
-
 class Rollout:
     """A rollout rank.
 
@@ -58,7 +56,7 @@ class Rollout:
         commit: Literal["swap", "paused"] = "swap",
         move: Callable[[], None] | None = None,
         delta_bytes: int = 0,
-        placed: Callable[[], object] | None = None,
+        experts: ExpertSlots | None = None,
     ) -> None:
         """Register the memory that versions land in.
 
@@ -71,9 +69,10 @@ class Rollout:
             move: Brings a complete version from the memory of `slots` into the weights. With it, versions land in that
                 memory, which is the caller's own second copy, or the weights themselves in part ("paused").
             delta_bytes: Memory for deltas. Where a task's delta does not fit into its share, the task comes whole.
-            placed: Says where experts lie, where a balancer moves them: with putget's, ``lambda: (balancer.is_moving,
-                balancer.placement)``. Slots are right as long as it says what it says now. A version is refused after
-                experts have moved, or while they move; one that is landing then does not come into force.
+            experts: Slots of experts that a balancer writes, too: `putget.experts.ExpertSlots`, the balancer's own. A
+                version takes them in `expect` and gives them back in `commit` or when it fails; with "paused" a version
+                that fails keeps them until one is complete. While it has them, no expert moves. A version is refused
+                while experts move, and after they have moved since the slots were recorded.
 
         Raises:
             ValueError: Another word, a rank that the schedule does not have, or memory that differs from the
@@ -84,8 +83,7 @@ class Rollout:
         _compared(slots, schedule, rank)
         self.engine, self.slots, self.schedule, self.rank = engine, slots, schedule, rank
         self.mode, self._own_move = commit, move
-        self._placed = placed
-        self._place = None if placed is None else placed()
+        self._held = Held(experts, rank)
         self.version = 0
         self._torn = False
         self._attempt: _Attempt | None = None
@@ -154,21 +152,29 @@ class Rollout:
 
         Raises:
             ValueError: An older version, or another one while one is landing; trainers that are missing; experts that
-                lie elsewhere than in the slots.
+                are on their way, or have moved since the slots were recorded.
             UpdateFailed: A sender of an attempt that failed could not be fenced: it might still write. It is named.
         """
         if version == self.version and self.state == "whole":
             return {}
         if version <= self.version:
             raise ValueError(f"version: {version} came; {self.version} is in force")
-        if self._have_moved():
-            raise ValueError(f"version: {version} came for rollout rank {self.rank}, but {_MOVED}")
         if self.state == "filling" and self._attempt is not None:
             raise ValueError(f"version: {version} came while {self._attempt.version} is landing; `abort` ends that")
         missing = [rank for rank in self._senders if rank not in trainers]
         if missing:
             raise ValueError(f"trainers: {sorted(trainers)} came; {missing} write to rollout rank {self.rank} as well")
         self._settle()
+        self._held.take(version)
+        try:
+            return self._begin(version, trainers, deadline_s)
+        except BaseException:
+            if self._attempt is None and not self._torn:
+                self._held.give_back()
+            raise
+
+    def _begin(self, version: int, trainers: Mapping[int, bytes], deadline_s: float) -> dict[int, bytes]:
+        """Let the senders in, and return their offers."""
         senders = {rank: NetAddr.from_bytes(trainers[rank]) for rank in self._senders}
         keys: dict[int, list[MrDesc]] = {}
         for rank, address in senders.items():
@@ -182,6 +188,8 @@ class Rollout:
         arrival = None
         if self._count:
             arrival = self.engine.expect_imm_count(imm, self._count, deadline_s=deadline_s, senders=watched)
+        if self.mode == "paused":
+            self._held.put_in_force(None)
         self._attempt = _Attempt(version, imm, senders, arrival, unreached)
         inboxes = self._inboxes()
         # Bytes that land from now on may be a part of the version only.
@@ -234,9 +242,6 @@ class Rollout:
             raise ValueError("ready: no version is expected")
         if attempt.failed:
             raise UpdateFailed(attempt.failed)
-        if self._have_moved():
-            self._fail(f"version {attempt.version}, rollout rank {self.rank}: {_MOVED}")
-            raise UpdateFailed(attempt.failed)
         if attempt.arrival is None:
             return True
         try:
@@ -253,10 +258,6 @@ class Rollout:
             raise UpdateFailed(text, blamed) from error
         self._apply(attempt)
         return True
-
-    def _have_moved(self) -> bool:
-        """Whether experts lie elsewhere than when the slots were recorded, or are about to."""
-        return self._placed is not None and self._placed() != self._place
 
     def _apply(self, attempt: _Attempt) -> None:
         """Apply deltas, once, to the memory in which the rest has landed."""
@@ -288,6 +289,8 @@ class Rollout:
             attempt.arrival.cancel()
         for rank in attempt.senders:
             attempt.fences[rank] = self._fence(attempt.senders[rank])
+        if not self._torn:  # torn slots are not given to a mover that would spread them
+            self._held.give_back()
 
     def _fence(self, peer: NetAddr) -> Transfer:
         self._totals["fenced"] += 1
@@ -319,7 +322,6 @@ class Rollout:
 
         Raises:
             ValueError: The version is not the expected one, or not complete.
-            UpdateFailed: Experts have moved while it landed; `state` says whether the old version is whole.
         """
         if version == self.version and self._attempt is None:
             return
@@ -330,7 +332,10 @@ class Rollout:
         move = self._own_move or (self._move if self.mode == "swap" else None)
         if move is not None:
             self._torn = True
+            self._held.put_in_force(None)
             move()
+        self._held.put_in_force(version)
+        self._held.give_back()
         self._torn = False
         self.version = self._base = version
         self._attempt = None
