@@ -10,7 +10,7 @@ import torch
 
 import putget
 from putget.balancer import Landing, Move
-from putget.experts import ExpertBlobs, ExpertSlots, HostStore, InForce
+from putget.experts import ExpertBlobs, ExpertSlots, HostStore, SlotState
 from tests.harness import Rank, run_ranks
 
 
@@ -68,13 +68,13 @@ def test_a_mover_without_the_slots_changes_nothing() -> None:
 
 def test_versions_come_into_force() -> None:
     slots = slots_of([[3, -1], [0, 1]], version=4)
-    assert slots.in_force(0, 0) == InForce(3, 4)
+    assert slots.in_force(0, 0) == SlotState(3, 4)
     assert slots.experts(1) == [0, 1]
     slots.take("an update")
     slots.put_in_force("an update", None)
-    assert slots.in_force(1, 1) == InForce(1, -1)
+    assert slots.in_force(1, 1) == SlotState(1, -1)
     slots.put_in_force("an update", 7)
-    assert slots.in_force(1, 1) == InForce(1, 7)
+    assert slots.in_force(1, 1) == SlotState(1, 7)
     assert slots.in_force(0, 1).expert == -1
     assert slots.versions() == (7,)
 
@@ -111,7 +111,7 @@ def test_a_store_keeps_the_version_of_what_it_saved() -> None:
         slots.take("an update")
         slots.put_in_force("an update", 5)
         store.load(0, 3, slots.layers[0], 1)
-    assert [slots.in_force(0, slot) for slot in (0, 1)] == [InForce(3, 5), InForce(3, 4)]
+    assert [slots.in_force(0, slot) for slot in (0, 1)] == [SlotState(3, 5), SlotState(3, 4)]
 
 
 def move_beside_an_update(rank: Rank) -> list[Any]:

@@ -16,7 +16,7 @@ from putget.balancer.recorder import RoutingRecorder
 from putget.experts.blobs import Blob, ExpertBlobs
 from putget.experts.exchange import ExpertExchange, travelling_bytes
 from putget.experts.host_pages import HostSettings, host_settings
-from putget.experts.slots import ExpertSlots, InForce
+from putget.experts.slots import ExpertSlots, SlotState
 from putget.experts.store import HostStore
 from putget.experts.store_report import HostStoreReport
 
@@ -30,7 +30,6 @@ __all__ = [
     "HostSettings",
     "HostStore",
     "HostStoreReport",
-    "InForce",
     "Landing",
     "LandingProgress",
     "LoadGathering",
@@ -41,6 +40,7 @@ __all__ = [
     "PlanOptions",
     "ReplicaChoice",
     "RoutingRecorder",
+    "SlotState",
     "formats",
     "host_settings",
     "rebalance",

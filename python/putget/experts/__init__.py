@@ -6,7 +6,7 @@ The balancer plans and asks; this package knows where the bytes lie. It imports 
 from putget.experts.blobs import Blob, ExpertBlobs
 from putget.experts.exchange import ExpertExchange, travelling_bytes
 from putget.experts.host_pages import HostSettings, host_settings
-from putget.experts.slots import ExpertSlots, InForce
+from putget.experts.slots import ExpertSlots, SlotState
 from putget.experts.store import HostStore
 from putget.experts.store_report import HostStoreReport
 
@@ -18,7 +18,7 @@ __all__ = [
     "HostSettings",
     "HostStore",
     "HostStoreReport",
-    "InForce",
+    "SlotState",
     "host_settings",
     "travelling_bytes",
 ]

@@ -16,7 +16,7 @@ MOVES = "a balancer's moves"
 _TAG = "putget: expert and version"
 
 
-class InForce(NamedTuple):
+class SlotState(NamedTuple):
     """The state of a slot.
 
     Attributes:
@@ -129,7 +129,7 @@ class ExpertSlots:
         if self._mover is None or self._mover != mover:
             raise ValueError(f"{call}: {shown(mover)} came; {shown(self._mover)} has the slots")
 
-    def in_force(self, layer: int, slot: int) -> InForce:
+    def in_force(self, layer: int, slot: int) -> SlotState:
         """The expert and version of a slot. On CUDA the call waits for the current stream.
 
         Raises:
@@ -137,7 +137,7 @@ class ExpertSlots:
         """
         as_count("layer", layer, 0, len(self._tags) - 1)
         as_count("slot", slot, 0, len(self._tags[layer]) - 1)
-        return InForce(*self._tags[layer][slot].tolist())
+        return SlotState(*self._tags[layer][slot].tolist())
 
     def versions(self) -> tuple[int, ...]:
         """The versions that slots with experts hold, ascending: one, where all experts are of one version."""
