@@ -64,15 +64,17 @@ def load_kernels(layer: ExpertParallelMoE, x: Tensor, expected_rows: tuple[int, 
 
     Args:
         layer: Made with ``overlap_shared=False`` where ranks share a GPU: its second stream has memory of its own.
-        x: As many tokens as calls have: products of another size may need another kernel.
+        x: As many tokens as calls have at most: products of another size may need another kernel.
         expected_rows: Rows that an expert has on average; FP8 kernels differ by them.
     """
     if x.device.type != "cuda":
         return
     _, _, payloads = layer.route(x)
-    layer.run_shared(payloads)
-    for rows in expected_rows:
-        layer.experts(payloads, _NoRows(len(layer.local_experts), x.device), rows)
+    for _ in range(2):  # a first call may take another kernel than those behind it
+        for tokens in range(1, len(x) + 1):
+            layer.run_shared(tuple(payload[:tokens] for payload in payloads))
+        for rows in expected_rows:
+            layer.experts(payloads, _NoRows(len(layer.local_experts), x.device), rows)
     blocks = [torch.empty(8 << 20, dtype=torch.uint8, device=x.device) for _ in range(16)]
     del blocks  # the allocator keeps them for this stream
     torch.cuda.current_stream(x.device).synchronize()
