@@ -119,6 +119,13 @@ putget::DispatchCall dispatch_call(const putget::Plan& plan, const putget::Limit
   return call;
 }
 
+// Whether combine's senders may sum the experts of a received row: sentinel rows as they are, in one domain.
+bool sums_experts(const putget_alltoall& self, uint32_t num_tokens) {
+  const putget::Shape& shape = self.plan.shape;
+  return self.across == nullptr && shape.output_type == putget::OutputType::kBFloat16 && !shape.quantised() &&
+         is_sent_rows(self.plan, self.limits, num_tokens);
+}
+
 putget::CombineCall combine_call(const putget::Plan& plan, const putget::Limits& limits,
                                  const putget_combine_args& args) {
   const putget::Shape& shape = plan.shape;
@@ -132,6 +139,7 @@ putget::CombineCall combine_call(const putget::Plan& plan, const putget::Limits&
   call.rows_access_bytes = access_bytes(reinterpret_cast<uintptr_t>(args.rows) | args.row_slot_bytes |
                                         args.row_source_bytes | shape.output_row_bytes());
   call.busiest_tokens = args.busiest_tokens;
+  call.major = {args.positions, args.weights, args.max_rows};
   call.sentinel = is_sent_rows(plan, limits, args.num_tokens);
   call.half = static_cast<putget::Half>(args.half);
   return call;
@@ -334,11 +342,22 @@ putget_status putget_combine(putget_alltoall* object, const putget_combine_args*
     putget_alltoall& self = object_of(object);
     require_version(args, "args");
     putget::capi::check_combine(self.plan.shape, *args);
+    require(args->positions == nullptr || sums_experts(self, args->num_tokens),
+            "positions came, and this combine does not sum experts");
     run_checked(*self.memory, [&] {
       const putget::CombineCall call = combine_call(self.plan, self.limits, *args);
       if (self.across != nullptr) return self.across->combine(self.plan, call, self.limits, args->stream);
       self.memory->combine(self.plan, call, self.limits, args->stream);
     });
+  });
+}
+
+putget_status putget_sums_experts(putget_alltoall* object, uint32_t num_tokens, uint32_t* sums) {
+  return guarded([&] {
+    putget_alltoall& self = object_of(object);
+    require(sums != nullptr, "sums is null");
+    require_range("num_tokens", num_tokens, 0, self.plan.shape.max_tokens_per_rank);
+    *sums = sums_experts(self, num_tokens) ? 1 : 0;
   });
 }
 

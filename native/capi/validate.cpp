@@ -146,6 +146,12 @@ void check_combine(const Shape& shape, const putget_combine_args& args) {
   if (args.num_tokens != 0 && args.half != PUTGET_START) require_pointer("out", args.out);
   require_range("row_slot_bytes", args.row_slot_bytes, 0, kMaxMemoryBytes);
   require_range("row_source_bytes", args.row_source_bytes, 0, kMaxMemoryBytes);
+  if (args.positions == nullptr) return;
+  require_range("half of a combine with positions", args.half, PUTGET_BOTH, PUTGET_BOTH);
+  require_range("max_rows", args.max_rows, 1, shape.max_tokens_per_rank);
+  require_pointer("rows", args.rows);
+  require_pointer("weights", args.weights);
+  require(reinterpret_cast<uintptr_t>(args.rows) % 16 == 0, "rows begin at no multiple of 16 bytes");
 }
 
 moe::GroupSizes group_sizes_of(const putget_moe_config& config) {

@@ -1,6 +1,8 @@
 // Bodies of the functions that cpu/combine.h declares, for the source file of one type of output.
 #pragma once
 
+#include <type_traits>
+
 #include "choose.h"
 #include "cpu/clones.h"
 #include "cpu/combine.h"
@@ -24,6 +26,10 @@ void run_combine(Exec& exec, const Plan& plan, const CombineCall& call, CombineS
       run_kernel<Codec, Packed, Rows>(exec, plan, call, scratch);
     } else if (plan.shape.quantised()) {
       run_kernel<Codec, SentinelWire<Codec, true>, Rows>(exec, plan, call, scratch);
+    } else if (call.major.positions != nullptr) {
+      if constexpr (std::is_same_v<Codec, BFloat16>) {
+        combine<Codec, ExpertMajorWire<Codec>, Rows>(exec, plan, call, scratch);
+      }
     } else {
       // Not in clones: nobody has sentinel rows as they are on a CPU but who asks for them.
       combine<Codec, SentinelWire<Codec, false>, Rows>(exec, plan, call, scratch);

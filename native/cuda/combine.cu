@@ -26,6 +26,9 @@ void load_combine_kernels() {
   const auto load = [&](CombineKernel kernel) {
     check(cudaFuncGetAttributes(&attributes, kernel), "loading combine_kernel");
   };
+  for (uint32_t path = PUTGET_PATH_SENTINEL_2; path <= PUTGET_PATH_SENTINEL_ANY; ++path) {
+    load(expert_major_kernel(static_cast<putget_path>(path)));
+  }
   for (const OutputType type : {OutputType::kBFloat16, OutputType::kFloat16, OutputType::kFloat32}) {
     for (uint32_t path = PUTGET_PATH_SENTINEL_2; path <= PUTGET_PATH_SENTINEL_ANY; ++path) {
       load(sentinel_kernel(type, static_cast<putget_path>(path)));
@@ -52,9 +55,10 @@ void launch_combine(const Plan& plan, CombineCall call, const Room& room, const 
   call.sentinel_sources = sentinel_sources(plan, call);
   call.sending_blocks = choice.sending_blocks;
   call.first_summing = choice.first_summing;
-  const CombineKernel kernel = !batch.sentinel     ? got_kernel(shape.output_type, path)
-                               : shape.quantised() ? sentinel_fp8_kernel(shape.output_type, path)
-                                                   : sentinel_kernel(shape.output_type, path);
+  const CombineKernel kernel = !batch.sentinel                    ? got_kernel(shape.output_type, path)
+                               : call.major.positions != nullptr ? expert_major_kernel(path)
+                               : shape.quantised()               ? sentinel_fp8_kernel(shape.output_type, path)
+                                                                 : sentinel_kernel(shape.output_type, path);
   launch_early(kernel, launch, paired(room), stream, plan, call, "launching combine_kernel");
 }
 

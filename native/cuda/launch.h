@@ -23,5 +23,6 @@ using CombineKernel = void (*)(Plan, CombineCall);
 CombineKernel got_kernel(OutputType type, putget_path path);
 CombineKernel sentinel_kernel(OutputType type, putget_path path);
 CombineKernel sentinel_fp8_kernel(OutputType type, putget_path path);
+CombineKernel expert_major_kernel(putget_path path);  // bfloat16
 
 }  // namespace putget::cuda

@@ -23,7 +23,7 @@ extern "C" {
 #define PUTGET_API
 #endif
 
-#define PUTGET_ABI_VERSION 18
+#define PUTGET_ABI_VERSION 19
 #define PUTGET_MAGIC 0x70757467u /* "putg" */
 #define PUTGET_MAX_RANKS 128
 #define PUTGET_MAX_TOP_K 32
@@ -212,7 +212,11 @@ typedef struct putget_combine_args {
   uint32_t num_tokens;
   uint32_t half;           /* putget_half */
   uint32_t busiest_tokens; /* of any rank, where the caller knows it, or 0: changes the speed alone */
-  uint32_t reserved;
+  uint32_t max_rows;       /* with positions: slots of each source that these have */
+  /* Null, or `rows` are those of experts [capacity, output_elements] and what travels of a received row is the weighted
+     sum of its choices, as putget_moe_finalize makes it: where putget_sums_experts says so, both halves in one. */
+  const int32_t* positions; /* [max_rows * ep_size, top_k] row of each choice; -1: not here */
+  const float* weights;     /* [capacity] */
 } putget_combine_args;
 
 typedef struct putget_fault {
@@ -294,6 +298,8 @@ PUTGET_API putget_status putget_create(const putget_config* config, putget_memor
 /* These three return PUTGET_FAULT, and do nothing, while a fault of the memory stands. On CUDA they only enqueue. */
 PUTGET_API putget_status putget_dispatch(putget_alltoall* object, const putget_dispatch_args* args);
 PUTGET_API putget_status putget_combine(putget_alltoall* object, const putget_combine_args* args);
+/* Whether a combine of so many tokens takes rows of experts with positions: 1 or 0. */
+PUTGET_API putget_status putget_sums_experts(putget_alltoall* object, uint32_t num_tokens, uint32_t* sums);
 PUTGET_API putget_status putget_release(putget_alltoall* object, void* stream);
 /* How calls with this many tokens are launched on this CUDA stream, whose green context may have fewer SMs than the
    GPU; zeros on CPU, but for combine->sentinel_rows. */

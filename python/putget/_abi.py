@@ -11,7 +11,7 @@ from typing import Any
 from putget import config
 from putget.errors import BackendUnavailable, PutgetError
 
-ABI_VERSION = 18
+ABI_VERSION = 19
 MAGIC = 0x70757467
 MAX_RANKS = 128
 MAX_TOP_K = 32
@@ -188,7 +188,9 @@ class CombineArgs(Versioned):
         ("num_tokens", c_uint32),
         ("half", c_uint32),
         ("busiest_tokens", c_uint32),
-        ("reserved", c_uint32),
+        ("max_rows", c_uint32),
+        ("positions", c_void_p),
+        ("weights", c_void_p),
     ]
 
 
@@ -554,6 +556,7 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "putget_create": [POINTER(Config), c_void_p, POINTER(Tables), POINTER(c_void_p)],
     "putget_dispatch": [c_void_p, POINTER(DispatchArgs)],
     "putget_combine": [c_void_p, POINTER(CombineArgs)],
+    "putget_sums_experts": [c_void_p, c_uint32, POINTER(c_uint32)],
     "putget_release": [c_void_p, c_void_p],
     "putget_launches": [c_void_p, c_uint32, c_void_p, POINTER(Launch), POINTER(Launch)],
     "putget_destroy": [c_void_p],

@@ -301,7 +301,8 @@ class AllToAll:
     ) -> torch.Tensor:
         """Gets the rows that this rank's tokens have on every rank, and sums them in a fixed order in float32.
 
-        On CUDA it enqueues one kernel on the current stream; with a layout, one before it.
+        On CUDA it enqueues one kernel on the current stream; with a layout, one before it where rows do not travel as
+        sentinel rows in bfloat16, or out overlaps x.
 
         Args:
             x: Rows from outside the workspace: [ep_size, max_rows, *shape] with any strides of the first two
@@ -330,8 +331,9 @@ class AllToAll:
         self._rounds.require_finished("combine")
         self._rounds.require_open("combine")
         self._check_rows(x, layout)
+        if layout is not None and not self._take_expert_major(x, layout, out):
+            self._finalize(x, layout)
         result = self._take_out(out, addend)
-        self._finalize(x, layout)
         self._native.combine(_abi.BOTH)
         self._rounds.end()
         return result
@@ -391,6 +393,14 @@ class AllToAll:
     def _finalize(self, x: torch.Tensor | None, layout: ExpertMajor | None) -> None:
         if x is not None and layout is not None:
             self._rounds.grouper.finalize(x, layout)
+
+    def _take_expert_major(self, x: torch.Tensor | None, layout: ExpertMajor, out: torch.Tensor | None) -> bool:
+        """Whether combine itself sums what experts made of each row. Else it is summed before it."""
+        native = self._native
+        if x is None or not native.sums_experts() or not native.span.may_read_late(x, out):
+            return False
+        native.take_expert_major(x, layout.positions, layout.weights)
+        return True
 
     def _take_out(self, out: torch.Tensor | None, addend: torch.Tensor | None) -> torch.Tensor:
         output = self._geometry.output

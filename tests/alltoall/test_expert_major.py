@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -14,8 +15,8 @@ import putget
 import putget.moe
 from putget import reference_moe
 from tests.harness import Rank, run_ranks
-from tests.harness.cases import COMBINE, Case, Round, Row
-from tests.harness.grouped import check_grouped, play_grouped
+from tests.harness.cases import APART, COMBINE, SENTINEL, Case, Round, Row
+from tests.harness.grouped import GroupedOutcome, check_grouped, play_grouped, play_round
 
 BF16 = torch.bfloat16
 
@@ -90,6 +91,55 @@ def test_quantised_and_got_sums(device: str) -> None:
     case = Case(2, (Round(1, (7, 3)), Round(2, (8, 8))), top_k=3, output=((128,), BF16))
     for changes in ({"wire": torch.float8_e4m3fn}, {"sentinel_rows": False}):
         play_and_check(dataclasses.replace(case, **changes), (1, 16), device)
+
+
+def play_asks(rank: Rank, case: Case, asks: tuple[bool, ...]) -> list[GroupedOutcome]:
+    """A body: this rank with its own ask."""
+    launch = putget.tuning.Launch(sentinel_rows=asks[rank.rank])
+    with rank.all_to_all(**case.options(), tuning=putget.tuning.Tuning(combine=launch)) as a2a:
+        memory = a2a.expert_major_memory(4)
+        return [play_round(a2a, rank, case, index, memory) for index in range(len(case.rounds))]
+
+
+@pytest.mark.parametrize("asks", list(itertools.product((APART, SENTINEL), repeat=3)), ids=str)
+def test_every_rank_as_it_likes(device: str, asks: tuple[bool, ...]) -> None:
+    """A rank whose combine sums the experts also sums for ranks that get their rows."""
+    rounds = (
+        Round(1, (8, 8, 8), addend=True),
+        Round(2, (0, 8, 3), halves=(0, COMBINE, 0)),
+        Round(3, (0, 0, 0)),
+        Round(4, (1, 0, 7), no_expert=0.3),
+    )
+    for top_k, elements in ((8, 264), (3, 8), (1, 1048)):
+        case = Case(3, rounds, num_experts=9, top_k=top_k, output=((elements,), BF16))
+        outcomes = run_ranks(3, play_asks, case, asks, mode="thread", device=device, timeout=60)
+        check_grouped(case, (4,) * len(rounds), outcomes)
+
+
+def sums_beside(rank: Rank) -> None:
+    """A body: rows that combine must not read late give the same sums: where it writes, and at odd addresses."""
+    a2a = rank.all_to_all(num_experts=4, top_k=3, output=putget.Payload((64,), BF16))
+    generator = torch.Generator().manual_seed(rank.rank)
+    ids = torch.randint(0, 4, (5, 3), generator=generator).int().to(rank.device)
+    sent = (ids, torch.rand(5, 3, generator=generator).to(rank.device), torch.zeros(5, 4, device=rank.device))
+    results = []
+    for case in ("apart", "out is x's beginning", "out is x's end", "odd"):
+        grouped = a2a.dispatch(*sent).expert_major(memory=None)
+        values = torch.randn(grouped.capacity, 64, generator=torch.Generator().manual_seed(7)).to(BF16)
+        room = torch.zeros(values.numel() + 1, dtype=BF16, device=rank.device)
+        x = room[1:] if case == "odd" else room[:-1]
+        x = x.view_as(values).copy_(values)
+        out = {"out is x's beginning": x[:5], "out is x's end": x[-5:]}.get(case)
+        rank.meet()
+        results.append(a2a.combine(x, layout=grouped, out=out).clone())
+        rank.meet()
+    for result in results[1:]:
+        assert torch.equal(result, results[0])
+    a2a.close()
+
+
+def test_rows_that_combine_must_not_read_late(device: str) -> None:
+    run_ranks(2, sums_beside, mode="thread", device=device)
 
 
 @st.composite

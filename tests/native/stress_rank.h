@@ -116,6 +116,11 @@ class StressRank {
       call.row_source_bytes = plan.shape.output_row_bytes();
       call.row_slot_bytes = plan.shape.ep_size * call.row_source_bytes;
     }
+    // Each row is the sum of one expert's, which is itself.
+    const bool sums = outside && sentinel_ && !plan.shape.quantised() && half == Half::kBoth && round_ % 4 < 2;
+    if (sums) {
+      call.major = {object_->positions.data(), object_->expert_weights.data(), plan.shape.max_tokens_per_rank};
+    }
     call.rows_access_bytes = plan.shape.output_row_bytes() % 16 == 0 ? 16 : 2;
     call.out = object_->out.data();
     call.wide_out = 1;
@@ -139,6 +144,10 @@ class StressRank {
         } else {
           putget::combine<BFloat16, SentinelWire<BFloat16, true>, DynamicTopK>(exec, plan, call, scratch);
         }
+      } else if (sums && round_ % 2 == 0) {
+        putget::combine<Float32, ExpertMajorWire<Float32>, FewRows<4>>(exec, plan, call, scratch);
+      } else if (sums) {
+        putget::combine<Float32, ExpertMajorWire<Float32>, DynamicTopK>(exec, plan, call, scratch);
       } else if (call.sentinel != 0 && round_ % 2 == 0) {
         putget::combine<Float32, SentinelWire<Float32, false>, FewRows<4>>(exec, plan, call, scratch);
       } else if (call.sentinel != 0) {
@@ -201,6 +210,8 @@ class StressRank {
     std::vector<float> weights;
     std::vector<uint8_t> payload[kMaxPayloads];
     std::vector<uint8_t> rows;  // for combine from outside the workspace
+    std::vector<int32_t> positions;  // of each received row among them: its own, by its last choice
+    std::vector<float> expert_weights;
     std::vector<uint8_t> out;
   };
 
@@ -219,6 +230,11 @@ class StressRank {
       object->payload[p].resize(uint64_t{shape.max_tokens_per_rank} * shape.row_bytes[p]);
     }
     object->rows.resize(uint64_t{shape.ep_size} * shape.max_tokens_per_rank * shape.output_row_bytes());
+    object->positions.assign(uint64_t{shape.ep_size} * routes, -1);
+    for (uint32_t row = 0; row < shape.ep_size * shape.max_tokens_per_rank; ++row) {
+      object->positions[(row + 1) * shape.top_k - 1] = static_cast<int32_t>(row);
+    }
+    object->expert_weights.assign(shape.ep_size * shape.max_tokens_per_rank, 1.0f);
     object->out.resize(uint64_t{shape.max_tokens_per_rank} * shape.output_row_bytes());
     name_place(object->target_ranks.data(), routes, "routes");
     name_place(object->target_slots.data(), routes, "routes");

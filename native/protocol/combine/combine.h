@@ -4,6 +4,7 @@
 // few.h); rows from outside the workspace are copied into it for that. docs/protocol.md explains the tags.
 #pragma once
 
+#include "protocol/combine/expert_major.h"
 #include "protocol/combine/expert_rows.h"
 #include "protocol/combine/few.h"
 #include "protocol/combine/sentinel_sum.h"
@@ -123,11 +124,28 @@ PUTGET_TEXT void publish_combined(Exec& exec, const Plan& plan, const StateHead&
   }
 }
 
+// How rows leave: as they are, ...
+template <class Exec, class Codec, class Wire>
+struct RowsOf {
+  using Sender = SentinelSender<Exec, Codec, Wire::kIsScaled>;
+  PUTGET_TEXT static void copy(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head) {
+    copy_rows(exec, plan, call, head);
+  }
+};
+// ... or each as the sum of a token's experts.
+template <class Exec, class Codec>
+struct RowsOf<Exec, Codec, ExpertMajorWire<Codec>> {
+  using Sender = ExpertMajorSender<Exec, Codec>;
+  PUTGET_TEXT static void copy(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head) {
+    sum_rows<Codec>(exec, plan, call, head);
+  }
+};
+
 // The same where all CTAs copy rows first: by the last of them.
-template <class Exec>
+template <class Rows, class Exec>
 PUTGET_RARE void copy_and_publish(Exec& exec, const Plan& plan, const CombineCall& call, CombineScratch& scratch) {
   const StateHead& head = scratch.wait.head;
-  copy_rows(exec, plan, call, head);  // C1
+  Rows::copy(exec, plan, call, head);  // C1
   if (!exec.template last_to_arrive<Join::J2>(&plan.state->copied, &scratch.last)) return;
   if (exec.thread() == 0) plan.state->copied = 0;
   publish_all<Tag::C2>(exec, plan, head.active, plan.layout.ended, head.epoch,
@@ -137,7 +155,7 @@ PUTGET_RARE void copy_and_publish(Exec& exec, const Plan& plan, const CombineCal
 // The start half: sends sentinel rows, and ends the round for the peers.
 template <class Codec, class Wire, class Exec>
 PUTGET_TEXT void start_combine(Exec& exec, const Plan& plan, const CombineCall& call, const Work& work,
-                               SentinelSender<Exec, Codec, Wire::kIsScaled>& sender, CombineScratch& scratch) {
+                               typename RowsOf<Exec, Codec, Wire>::Sender& sender, CombineScratch& scratch) {
   const StateHead& head = scratch.wait.head;
   if (work.sends) {
     if constexpr (IsSentinel<Wire>::kYes) {
@@ -151,7 +169,7 @@ PUTGET_TEXT void start_combine(Exec& exec, const Plan& plan, const CombineCall& 
     }
   }
   if (work.copies) {
-    copy_and_publish(exec, plan, call, scratch);
+    copy_and_publish<RowsOf<Exec, Codec, Wire>>(exec, plan, call, scratch);
   } else if (exec.block() == 0) {
     publish_combined<IsSentinel<Wire>::kYes>(exec, plan, head);
   }
@@ -204,7 +222,7 @@ struct ReductionOf<Exec, Codec, Wire, FewRows<kRows>> {
 // The work that is left when the state is known, and its division.
 template <class Codec, class Wire, class TopK, class Exec>
 PUTGET_TEXT void do_combine(Exec& exec, const Plan& plan, const CombineCall& call, const Work& work,
-                            SentinelSender<Exec, Codec, Wire::kIsScaled>& sender,
+                            typename RowsOf<Exec, Codec, Wire>::Sender& sender,
                             SentinelSum<Exec, Codec, TopK, Wire::kIsScaled>& sentinel, CombineScratch& scratch) {
   constexpr bool kIsSentinel = IsSentinel<Wire>::kYes;
   bool done = may_combine<kIsSentinel>(exec, plan, call, work, scratch.wait);
@@ -240,12 +258,12 @@ PUTGET_TEXT void combine(Exec& exec, const Plan& plan, const CombineCall& call, 
   Work work;
   work.senders = kIsSentinel ? call.sending_blocks : exec.blocks();
   StateAhead<true> state(exec, plan, plan.state->sent);
-  SentinelSender<Exec, Codec, Wire::kIsScaled> sender(exec, plan, call, work.senders);
+  typename RowsOf<Exec, Codec, Wire>::Sender sender(exec, plan, call, work.senders);
   SentinelSum<Exec, Codec, TopK, Wire::kIsScaled> sentinel(exec, plan, call);
   exec.wait_for_earlier_work();
   exec.mark(Stage::kWoken);
   const bool asked = look_before_combine(exec, plan, state, scratch, [&] {
-    if (kIsSentinel && call.half != Half::kFinish) sender.load_ahead(exec, plan);
+    if (kIsSentinel && call.half != Half::kFinish) sender.load_ahead(exec, plan, call);
     if (kIsSentinel && call.half != Half::kStart) sentinel.look_up(exec, plan, call);
     // The experts' writes are made visible while the state is on its way.
     if (!kIsSentinel && exec.block() == 0 && first_peer(exec) < plan.shape.ep_size) exec.prepare_publish();

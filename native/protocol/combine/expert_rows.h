@@ -90,9 +90,11 @@ PUTGET_TEXT void copy_segment(Exec& exec, const Plan& plan, const CombineCall& c
   }
 }
 
-// Copies the rows that are to be got there, a segment a warp of all CTAs, source by source.
-template <class Exec>
-PUTGET_RARE void copy_rows(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head) {
+// Calls copy(slot, source, byte) for the segments of rows that are to be got there, a segment a warp of all CTAs, source
+// by source.
+template <class Exec, class Copy>
+PUTGET_TEXT void visit_rows_to_copy(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head,
+                                    Copy copy) {
   const Divisor segments = call.segments_of_row;
   uint32_t item = exec.warp() * exec.blocks() + exec.block();  // of this source and those behind it
   PUTGET_ROLLED
@@ -101,10 +103,17 @@ PUTGET_RARE void copy_rows(Exec& exec, const Plan& plan, const CombineCall& call
     PUTGET_ROLLED
     for (; item < items; item += exec.warps() * exec.blocks()) {
       const uint32_t slot = segments.quotient(item);
-      copy_segment(exec, plan, call, slot, src, (item - slot * segments.value()) * call.segment_bytes);
+      copy(slot, src, (item - slot * segments.value()) * call.segment_bytes);
     }
     item -= items;
   }
+}
+
+template <class Exec>
+PUTGET_RARE void copy_rows(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head) {
+  visit_rows_to_copy(exec, plan, call, head, [&](uint32_t slot, uint32_t src, uint32_t begin) {
+    copy_segment(exec, plan, call, slot, src, begin);
+  });
 }
 
 }  // namespace putget

@@ -102,114 +102,37 @@ PUTGET_RARE void send_values(Exec& exec, const Plan& plan, const CombineCall& ca
   }
 }
 
-// Sends rows to the sources that want them so, a segment a warp: slot by slot, source by source from the own rank on.
-// It is made before the kernel may read anything, and knows from where it gets what it sends first.
-template <class Exec, class Codec, bool kQuantised>
-class SentinelSender {
-  using Blocks = QuantisedBlocks<Exec, Codec, true, 1>;
+// A segment of a row that may have to be sent. Warps go through them slot by slot, source by source from the own rank on.
+struct SentinelItem {
+  uint32_t item;
+  uint32_t step;  // to the warp's next one
+  uint32_t slot;
+  uint32_t src;
+  uint32_t begin;  // byte of the row's values
+  uint32_t end;
 
- public:
-  // The first `blocks` CTAs take part.
-  PUTGET_TEXT SentinelSender(const Exec& exec, const Plan& plan, const CombineCall& call, uint32_t blocks)
-      : item_(exec.warp() * blocks + exec.block()), step_(exec.warps() * blocks) {
-    find(plan, call);
-    // The first pack, or block, is loaded before it is known whether its row is there at all: memory for it there is.
-    const bool exists = slot_ == 0 || (call.rows == nullptr && slot_ < plan.shape.max_tokens_per_rank);
-    const ExpertRows rows(plan, call);
-    may_load_ = exists && rows.access_bytes >= kPackBytes;
-    if constexpr (kQuantised) {
-      row_ = may_load_ ? rows.from(slot_, src_) : nullptr;
-      exec.pin(row_);
-    } else {
-      const uint32_t byte = begin_ + exec.lane() * kPackBytes;
-      may_load_ = may_load_ && byte < end_;
-      from_ = reinterpret_cast<const SentinelPack*>(may_load_ ? rows.from(slot_, src_) + byte : plan.own());
-      to_ = reinterpret_cast<SentinelPack*>(plan.base[src_] + sentinel_row(plan, plan.shape.ep_rank, slot_) + byte);
-      exec.pin(from_);
-      exec.pin(to_);
-    }
-    next_slot_ = slot_of(call, item_ + step_);
-    exec.pin(next_slot_);
-  }
-
-  // Issues the load of the first pack, or of the first blocks.
-  PUTGET_TEXT void load_ahead(Exec& exec, const Plan& plan) {
-    if constexpr (kQuantised) {
-      blocks_ = Blocks(exec, plan, begin_ / kScaleBlock, blocks_of(end_));
-      blocks_.load(exec, row_);
-    } else {
-      if (may_load_) ahead_ = *from_;
-    }
-    is_ahead_ = may_load_;
-  }
-
-  PUTGET_TEXT void send(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head) const {
-    if (is_sent(head)) {
-      const uint32_t begin = begin_ + send_ahead(exec, plan);
-      if (begin < end_) send_segment(exec, plan, call, begin);
-    }
-    if (any_beyond(exec, plan, head, next_slot_)) send_rest(exec, plan, call, head, item_ + step_, step_);
-  }
-
- private:
-  PUTGET_TEXT SentinelSender(const Plan& plan, const CombineCall& call, uint32_t item, uint32_t step)
-      : item_(item), step_(step) {
+  PUTGET_TEXT SentinelItem(const Plan& plan, const CombineCall& call, uint32_t item_, uint32_t step_)
+      : item(item_), step(step_) {
     find(plan, call);
   }
 
-  // Handles the segments behind each warp's first one.
-  PUTGET_RARE static void send_rest(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head,
-                                    uint32_t item, uint32_t step) {
-    SentinelSender sender(plan, call, item, step);
-    PUTGET_ROLLED
-    while (any_beyond(exec, plan, head, sender.slot_)) {
-      if (sender.is_sent(head)) sender.send_segment(exec, plan, call, sender.begin_);
-      sender.item_ += step;
-      sender.find(plan, call);
-    }
+  PUTGET_TEXT void advance(const Plan& plan, const CombineCall& call) {
+    item += step;
+    find(plan, call);
   }
 
   PUTGET_TEXT static uint32_t slot_of(const CombineCall& call, uint32_t item) {
     return call.sentinel_sources.quotient(call.segments_of_row.quotient(item));
   }
 
-  PUTGET_TEXT void find(const Plan& plan, const CombineCall& call) {
-    const uint32_t bytes = sentinel_values_bytes(plan.shape);
-    const uint32_t index = call.segments_of_row.quotient(item_);
-    begin_ = (item_ - index * call.segments_of_row.value()) * call.segment_bytes;
-    end_ = begin_ + call.segment_bytes < bytes ? begin_ + call.segment_bytes : bytes;
-    slot_ = call.sentinel_sources.quotient(index);
-    // Where own rows stay, the first source is the next rank.
-    const uint32_t sources = call.sentinel_sources.value();
-    src_ = plan.shape.ep_rank + plan.shape.ep_size - sources + index - slot_ * sources;
-    if (src_ >= plan.shape.ep_size) src_ -= plan.shape.ep_size;
-  }
-
-  // The values that were loaded ahead; returns how many bytes they are.
-  PUTGET_TEXT uint32_t send_ahead(Exec& exec, const Plan& plan) const {
-    if constexpr (kQuantised) {
-      if (!is_ahead_) return 0;
-      uint8_t* to = plan.base[src_] + sentinel_row(plan, plan.shape.ep_rank, slot_);
-      blocks_.store(exec, plan, to);
-      return Blocks::kBlocks * kScaleBlock;
-    } else {
-      if (is_ahead_) exec.put_sentinel(to_, ahead_);  // [F1]
-      return exec.votes(is_ahead_) != 0 ? exec.lanes() * kPackBytes : 0;
-    }
-  }
-
-  // From a byte of its values on. The warp's lanes call it together.
-  PUTGET_TEXT void send_segment(Exec& exec, const Plan& plan, const CombineCall& call, uint32_t begin) const {
-    send_values<Codec, kQuantised>(exec, plan, call, slot_, src_, begin, end_);
-  }
-
   // Whether the segment's row is there, and its source wants it in this form.
   PUTGET_TEXT bool is_sent(const StateHead& head) const {
-    const uint32_t left = head.left[src_];
-    return wants_sentinels(left) && slot_ < rows_of(left);
+    const uint32_t left = head.left[src];
+    return wants_sentinels(left) && slot < rows_of(left);
   }
 
   // Whether any source that is to be sent anything has rows of this slot.
+  template <class Exec>
   PUTGET_TEXT static bool any_beyond(Exec& exec, const Plan& plan, const StateHead& head, uint32_t slot) {
     bool none = true;
     PUTGET_ROLLED
@@ -219,12 +142,103 @@ class SentinelSender {
     return !exec.all_lanes(none);
   }
 
-  uint32_t item_;
-  uint32_t step_;
-  uint32_t slot_;
-  uint32_t src_;
-  uint32_t begin_;  // byte of the row's values
-  uint32_t end_;
+ private:
+  PUTGET_TEXT void find(const Plan& plan, const CombineCall& call) {
+    const uint32_t bytes = sentinel_values_bytes(plan.shape);
+    const uint32_t index = call.segments_of_row.quotient(item);
+    begin = (item - index * call.segments_of_row.value()) * call.segment_bytes;
+    end = begin + call.segment_bytes < bytes ? begin + call.segment_bytes : bytes;
+    slot = call.sentinel_sources.quotient(index);
+    // Where own rows stay, the first source is the next rank.
+    const uint32_t sources = call.sentinel_sources.value();
+    src = plan.shape.ep_rank + plan.shape.ep_size - sources + index - slot * sources;
+    if (src >= plan.shape.ep_size) src -= plan.shape.ep_size;
+  }
+};
+
+// Sends rows to the sources that want them so, a segment a warp. It is made before the kernel may read anything, and
+// knows from where it gets what it sends first.
+template <class Exec, class Codec, bool kQuantised>
+class SentinelSender {
+  using Blocks = QuantisedBlocks<Exec, Codec, true, 1>;
+
+ public:
+  // The first `blocks` CTAs take part.
+  PUTGET_TEXT SentinelSender(const Exec& exec, const Plan& plan, const CombineCall& call, uint32_t blocks)
+      : at_(plan, call, exec.warp() * blocks + exec.block(), exec.warps() * blocks) {
+    // The first pack, or block, is loaded before it is known whether its row is there at all: memory for it there is.
+    const bool exists = at_.slot == 0 || (call.rows == nullptr && at_.slot < plan.shape.max_tokens_per_rank);
+    const ExpertRows rows(plan, call);
+    may_load_ = exists && rows.access_bytes >= kPackBytes;
+    if constexpr (kQuantised) {
+      row_ = may_load_ ? rows.from(at_.slot, at_.src) : nullptr;
+      exec.pin(row_);
+    } else {
+      const uint32_t byte = at_.begin + exec.lane() * kPackBytes;
+      may_load_ = may_load_ && byte < at_.end;
+      from_ = reinterpret_cast<const SentinelPack*>(may_load_ ? rows.from(at_.slot, at_.src) + byte : plan.own());
+      to_ = reinterpret_cast<SentinelPack*>(plan.base[at_.src] + sentinel_row(plan, plan.shape.ep_rank, at_.slot) +
+                                            byte);
+      exec.pin(from_);
+      exec.pin(to_);
+    }
+    next_slot_ = SentinelItem::slot_of(call, at_.item + at_.step);
+    exec.pin(next_slot_);
+  }
+
+  // Issues the load of the first pack, or of the first blocks.
+  PUTGET_TEXT void load_ahead(Exec& exec, const Plan& plan, const CombineCall&) {
+    if constexpr (kQuantised) {
+      blocks_ = Blocks(exec, plan, at_.begin / kScaleBlock, blocks_of(at_.end));
+      blocks_.load(exec, row_);
+    } else {
+      if (may_load_) ahead_ = *from_;
+    }
+    is_ahead_ = may_load_;
+  }
+
+  PUTGET_TEXT void send(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head) const {
+    if (at_.is_sent(head)) {
+      const uint32_t begin = at_.begin + send_ahead(exec, plan);
+      if (begin < at_.end) send_segment(exec, plan, call, at_, begin);
+    }
+    if (SentinelItem::any_beyond(exec, plan, head, next_slot_)) {
+      send_rest(exec, plan, call, head, at_.item + at_.step, at_.step);
+    }
+  }
+
+ private:
+  // Handles the segments behind each warp's first one.
+  PUTGET_RARE static void send_rest(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head,
+                                    uint32_t item, uint32_t step) {
+    SentinelItem at(plan, call, item, step);
+    PUTGET_ROLLED
+    while (SentinelItem::any_beyond(exec, plan, head, at.slot)) {
+      if (at.is_sent(head)) send_segment(exec, plan, call, at, at.begin);
+      at.advance(plan, call);
+    }
+  }
+
+  // The values that were loaded ahead; returns how many bytes they are.
+  PUTGET_TEXT uint32_t send_ahead(Exec& exec, const Plan& plan) const {
+    if constexpr (kQuantised) {
+      if (!is_ahead_) return 0;
+      uint8_t* to = plan.base[at_.src] + sentinel_row(plan, plan.shape.ep_rank, at_.slot);
+      blocks_.store(exec, plan, to);
+      return Blocks::kBlocks * kScaleBlock;
+    } else {
+      if (is_ahead_) exec.put_sentinel(to_, ahead_);  // [F1]
+      return exec.votes(is_ahead_) != 0 ? exec.lanes() * kPackBytes : 0;
+    }
+  }
+
+  // From a byte of its values on. The warp's lanes call it together.
+  PUTGET_TEXT static void send_segment(Exec& exec, const Plan& plan, const CombineCall& call, const SentinelItem& at,
+                                       uint32_t begin) {
+    send_values<Codec, kQuantised>(exec, plan, call, at.slot, at.src, begin, at.end);
+  }
+
+  SentinelItem at_;
   uint32_t next_slot_ = 0;
   bool may_load_ = false;
   const SentinelPack* from_ = nullptr;

@@ -26,12 +26,20 @@ struct SentinelWire : SameWire<Codec, kPackBytes / sizeof(typename Codec::Bits)>
 template <class Codec>
 struct SentinelWire<Codec, true> : Fp8Wire {};
 
+// The same of a call whose rows are the experts' (expert_major.h).
+template <class Codec>
+struct ExpertMajorWire : SentinelWire<Codec, false> {};
+
 template <class Wire>
 struct IsSentinel {
   static constexpr bool kYes = false;
 };
 template <class Codec, bool kQuantised>
 struct IsSentinel<SentinelWire<Codec, kQuantised>> {
+  static constexpr bool kYes = true;
+};
+template <class Codec>
+struct IsSentinel<ExpertMajorWire<Codec>> {
   static constexpr bool kYes = true;
 };
 

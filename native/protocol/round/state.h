@@ -112,6 +112,13 @@ struct DispatchCall {
   Half half;
 };
 
+// Where the rows of a received row's experts are, whose weighted sum travels, if `rows` of a combine are those.
+struct ExpertMajorRows {
+  const int32_t* positions;  // [slots * ep_size, top_k] row of each choice, -1: not here; null: rows travel as they are
+  const float* weights;      // [rows]
+  uint32_t slots;            // of each source
+};
+
 struct CombineCall {
   const uint8_t* rows;      // rows from outside the workspace, or null: experts wrote combine_input
   uint64_t row_slot_bytes;  // strides of `rows`
@@ -128,6 +135,7 @@ struct CombineCall {
   Divisor sentinel_sources;    // ranks that this one sends such rows at most
   uint32_t wide_out;           // 1: out and addend allow the widest access that rows have
   uint32_t busiest_tokens;     // of any rank, by which the kernel was launched; 0: not known
+  ExpertMajorRows major;
   Half half;
 };
 

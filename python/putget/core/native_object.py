@@ -73,6 +73,7 @@ class NativeObject:
         self._payload = self._dispatch_args.payload  # asking for it again makes a new view
         self._beside: list[int | None] = _NONE_BESIDE  # as it is in the struct
         self._described = (0, self.max_rows, False, 0)
+        self._sums: dict[int, bool] = {}  # by the tokens of a call: sums_experts
         library = _abi.library()
         self._functions = {name: getattr(library, name) for name in _CALLS}
         self._across: DomainRounds | None = None
@@ -170,6 +171,7 @@ class NativeObject:
             ValueError: They lie in the workspace, where they cannot be taken from.
         """
         args = self._combine_args
+        args.positions = None
         self._moved = (0, 0)
         if x is None or self.span.takes_in_place(x, strides, self.max_rows):
             args.rows = None
@@ -177,6 +179,24 @@ class NativeObject:
             return
         args.rows = begin = x.data_ptr()
         args.row_slot_bytes, args.row_source_bytes = strides
+        self._moved = begin, begin + extent(x)
+
+    def sums_experts(self) -> bool:
+        """Whether the next combine takes rows of experts, as many tokens as the last dispatch had."""
+        found = self._sums.get(self.num_tokens)
+        if found is None:
+            sums = ctypes.c_uint32()
+            _abi.call("putget_sums_experts", self.require_open(), self.num_tokens, ctypes.byref(sums))
+            found = self._sums[self.num_tokens] = self._across is None and sums.value != 0
+        return found
+
+    def take_expert_major(self, x: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor) -> None:
+        """Rows of experts for the next combine, where ``sums_experts`` says so; see ``ExpertMajor`` for the tables."""
+        args = self._combine_args
+        args.rows = begin = x.data_ptr()
+        args.positions = positions.data_ptr()
+        args.weights = weights.data_ptr()
+        args.max_rows = self.max_rows
         self._moved = begin, begin + extent(x)
 
     def take_out(self, out: torch.Tensor, addend: torch.Tensor | None) -> None:

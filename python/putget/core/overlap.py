@@ -77,6 +77,17 @@ class Span:
             raise ValueError("out overlaps addend, expected memory of its own, or addend itself")
         return begin, added
 
+    def may_read_late(self, x: torch.Tensor, out: torch.Tensor | None) -> bool:
+        """Whether combine may read contiguous x until its end, by accesses of 16 bytes.
+
+        Not in the workspace, where peers may write their next rows before that, nor where it writes out; nor if it is
+        empty, as where a rank has no expert.
+        """
+        begin, num_bytes = x.data_ptr(), x.nbytes
+        if not num_bytes or begin % 16 or (self._begin < begin + num_bytes and begin < self._end):
+            return False
+        return out is None or out.data_ptr() >= begin + num_bytes or begin >= out.data_ptr() + out.nbytes
+
     def takes_in_place(self, x: torch.Tensor, strides: tuple[int, int], max_rows: int) -> bool:
         """Whether rows for combine are ``combine_input`` itself.
 
