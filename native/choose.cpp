@@ -11,16 +11,17 @@ namespace {
 constexpr uint32_t kWarpThreads = 32;
 constexpr uint32_t kThreads = 256;
 constexpr uint32_t kLongSegment = 4 * kWarpBytes;
-constexpr uint32_t kPuttingSms = 64;              // keep the link busy with stores
-constexpr uint32_t kGettingSms = 64;              // keep it busy with loads
-constexpr uint64_t kFewItems = 128;               // up to here warps split the targets of a segment
-constexpr uint32_t kQuantisingPercent = 50;       // of the CTAs of a combine that quantises
-constexpr uint32_t kSharedSegments = 4;           // a warp, where all send sentinel rows and then sum
-constexpr uint32_t kLargeShare = 32;              // ... where the link alone counts
-constexpr uint32_t kQuantisedShare = 16;          // ... up to which quantising takes longer than the link does
-constexpr uint32_t kSendingThreads = 512;         // where some only send
-constexpr uint32_t kSendingSms = 64;              // keep the link busy with such rows,
-constexpr uint32_t kSendingPercent = 41;          // ... where so many of them send: a sharp optimum
+constexpr uint32_t kPuttingSms = 64;         // keep the link busy with stores
+constexpr uint32_t kGettingSms = 64;         // keep it busy with loads
+constexpr uint64_t kFewItems = 128;          // up to here warps split the targets of a segment
+constexpr uint32_t kQuantisingPercent = 50;  // of the CTAs of a combine that quantises
+constexpr uint32_t kSharedSegments = 4;      // a warp, where all send sentinel rows and then sum
+constexpr uint32_t kLargeShare = 32;         // ... where the link alone counts
+constexpr uint32_t kQuantisedShare = 16;     // ... up to which quantising takes longer than the link does
+constexpr uint32_t kSendingThreads = 512;    // where some only send
+constexpr uint32_t kSendingSms = 64;         // keep the link busy with such rows,
+constexpr uint32_t kSendingPercent = 41;     // ... where so many of them send: a sharp optimum
+constexpr uint32_t kSummingPercent = 72;     // ... where they sum a row's experts: memory, not the link, is the limit
 constexpr uint32_t kLargeQuantisingPercent = 58;  // the same of those that quantise much
 constexpr uint64_t kLargeItems = 8;               // a warp: from here on a combine is large
 constexpr uint64_t kLargeItemsOfFew = 2;          // ... of tokens with few rows
@@ -95,8 +96,9 @@ uint32_t assumed_tokens(const Shape& shape, const CombineBatch& batch) {
   return batch.num_tokens != 0 ? batch.num_tokens : shape.max_tokens_per_rank;
 }
 
-putget_launch choose_sent(const Shape& shape, uint32_t assumed, bool is_half, const Room& room,
+putget_launch choose_sent(const Shape& shape, uint32_t assumed, const CombineBatch& batch, const Room& room,
                           const putget_launch& tuning) {
+  const bool is_half = batch.half != Half::kBoth;
   putget_launch launch = tuning;
   // Short segments as experts wrote them, as if every rank had the assumed tokens: of so many for each warp.
   const uint64_t rows = uint64_t{assumed} * shape.ep_size;
@@ -107,7 +109,7 @@ putget_launch choose_sent(const Shape& shape, uint32_t assumed, bool is_half, co
   // objects' kernels, so all may have more threads than could stay beside those; in halves there are none that only
   // send.
   const bool sends_apart = share >= kSharedSegments && !is_half;
-  const bool is_large = share >= kLargeShare && !shape.quantised() && !few_rows(shape);
+  const bool is_large = share >= kLargeShare && !shape.quantised() && !few_rows(shape) && !batch.sums;
   const Room enough{is_large ? std::min({room.sms, kSendingSms, room.gpu_sms / 2}) : room.sms, room.gpu_sms};
   if (launch.threads == 0) {
     launch.threads = share < kSharedSegments ? kThreads : threads_for(room);
@@ -127,7 +129,8 @@ putget_launch choose_sent(const Shape& shape, uint32_t assumed, bool is_half, co
   launch.blocks = std::min({launch.blocks, room.sms, kMaxParts});
   if (launch.senders == 0) {
     const uint32_t quantising = share >= kLargeShare ? kLargeQuantisingPercent : kQuantisingPercent;
-    const uint32_t percent = !sends_apart ? 100 : shape.quantised() ? quantising : kSendingPercent;
+    const uint32_t sending = batch.sums ? kSummingPercent : kSendingPercent;
+    const uint32_t percent = !sends_apart ? 100 : shape.quantised() ? quantising : sending;
     launch.senders = std::max(launch.blocks * percent / 100, 1u);
   }
   launch.senders = std::min(launch.senders, launch.blocks);
@@ -208,7 +211,7 @@ putget_launch choose_dispatch(const Shape& shape, uint32_t num_tokens, Half half
 CombineChoice choose_combine(const Shape& shape, const CombineBatch& batch, const Room& room,
                              const putget_launch& tuning) {
   if (batch.sentinel) {
-    putget_launch launch = choose_sent(shape, assumed_tokens(shape, batch), batch.half != Half::kBoth, room, tuning);
+    putget_launch launch = choose_sent(shape, assumed_tokens(shape, batch), batch, room, tuning);
     launch.path = sentinel_path(shape);
     if (batch.half != Half::kBoth) launch.senders = launch.blocks;
     const bool others_send = batch.half != Half::kBoth || launch.splits > 1;

@@ -73,6 +73,7 @@ struct CombineBatch {
   bool sentinel;  // is_sent_rows
   bool outside;   // rows come from outside the workspace
   bool narrow;    // see got_path
+  bool sums;      // those that send sentinel rows sum a row's experts (ExpertMajorRows)
 };
 struct CombineChoice {
   putget_launch launch;

@@ -119,7 +119,8 @@ class CudaBackend final : public Backend {
     DeviceScope scope(config_.ordinal);
     const Room all = room(limits, Half::kBoth, stream);
     *dispatch = choose_dispatch(shape, num_tokens, Half::kBoth, all, limits.dispatch);
-    *combine = choose_combine(shape, {num_tokens, 0, Half::kBoth, sentinel, false, false}, all, limits.combine).launch;
+    *combine =
+        choose_combine(shape, {num_tokens, 0, Half::kBoth, sentinel, false, false, false}, all, limits.combine).launch;
   }
 
   void release(const Plan& plan, void* stream) override {

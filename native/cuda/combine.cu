@@ -44,8 +44,13 @@ void launch_combine(const Plan& plan, CombineCall call, const Room& room, const 
                     cudaStream_t stream) {
   const Shape& shape = plan.shape;
   const bool narrow = !aligned(call.out) || !aligned(call.addend);
-  const CombineBatch batch{call.num_tokens,    call.busiest_tokens,  call.half,
-                           call.sentinel != 0, call.rows != nullptr, narrow};
+  const CombineBatch batch{call.num_tokens,
+                           call.busiest_tokens,
+                           call.half,
+                           call.sentinel != 0,
+                           call.rows != nullptr,
+                           narrow,
+                           call.major.positions != nullptr};
   const CombineChoice choice = choose_combine(shape, batch, room, tuning);
   const putget_launch& launch = choice.launch;
   const auto path = static_cast<putget_path>(launch.path);
@@ -55,7 +60,7 @@ void launch_combine(const Plan& plan, CombineCall call, const Room& room, const 
   call.sentinel_sources = sentinel_sources(plan, call);
   call.sending_blocks = choice.sending_blocks;
   call.first_summing = choice.first_summing;
-  const CombineKernel kernel = !batch.sentinel                    ? got_kernel(shape.output_type, path)
+  const CombineKernel kernel = !batch.sentinel                   ? got_kernel(shape.output_type, path)
                                : call.major.positions != nullptr ? expert_major_kernel(path)
                                : shape.quantised()               ? sentinel_fp8_kernel(shape.output_type, path)
                                                                  : sentinel_kernel(shape.output_type, path);

@@ -51,22 +51,25 @@ void check(const Shape& shape, uint32_t tokens, const Room& room, const putget_l
   require(cut == tokens * segments * dispatch.splits, "items of blocks", shape, tokens, dispatch);
   for (const bool outside : {false, true}) {
     const putget_launch got =
-        choose_combine(shape, {tokens, 0, Half::kBoth, false, outside, false}, room, tuning).launch;
+        choose_combine(shape, {tokens, 0, Half::kBoth, false, outside, false, false}, room, tuning).launch;
     const uint64_t segments = (shape.output_row_bytes() + got.segment_bytes - 1) / got.segment_bytes;
     check_whole(shape, tokens, got, tokens * segments);
   }
   for (const uint32_t busiest : {0u, 1u, (1u << 22) - 1}) {
-    const CombineChoice sent = choose_combine(shape, {tokens, busiest, Half::kBoth, true, false, false}, room, tuning);
-    require(sent.sending_blocks >= 1 && sent.sending_blocks <= sent.launch.blocks, "senders", shape, tokens,
-            sent.launch);
-    require(sent.first_summing < sent.launch.blocks, "first that sums", shape, tokens, sent.launch);
+    for (const bool sums : {false, true}) {
+      const CombineBatch batch{tokens, busiest, Half::kBoth, true, sums, false, sums};
+      const CombineChoice sent = choose_combine(shape, batch, room, tuning);
+      require(sent.sending_blocks >= 1 && sent.sending_blocks <= sent.launch.blocks, "senders", shape, tokens,
+              sent.launch);
+      require(sent.first_summing < sent.launch.blocks, "first that sums", shape, tokens, sent.launch);
+    }
   }
 }
 
 // A rank with few tokens sends its peers' rows with as many CTAs as they need, where it is told or has none itself.
 void check_unequal(const Shape& shape, const Room& room) {
   const auto launch = [&](uint32_t tokens, uint32_t busiest) {
-    return choose_combine(shape, {tokens, busiest, Half::kBoth, true, false, false}, room, {}).launch;
+    return choose_combine(shape, {tokens, busiest, Half::kBoth, true, false, false, false}, room, {}).launch;
   };
   const putget_launch equal = launch(128, 0);
   for (const putget_launch& one : {launch(1, 128), launch(0, 128), launch(128, 1)}) {

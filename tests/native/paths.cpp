@@ -35,7 +35,7 @@ void print_row(uint32_t ep_size, uint32_t sms) {
     const bool sent = is_sent_rows(shape, PUTGET_SENTINEL_BY_RULE, tokens, bytes_a_peer, sms < kGpuSms ? sms : 0);
     const putget_launch dispatch = choose_dispatch(shape, tokens, Half::kBoth, room, putget_launch{});
     const putget_launch combine =
-        choose_combine(shape, {tokens, 0, Half::kBoth, sent, false, false}, room, putget_launch{}).launch;
+        choose_combine(shape, {tokens, 0, Half::kBoth, sent, false, false, false}, room, putget_launch{}).launch;
     if (dispatch.path == last[0] && combine.path == last[1]) continue;
     std::printf("%u %u %u", ep_size, sms, tokens);
     for (const putget_launch& launch : {dispatch, combine}) {

@@ -209,7 +209,7 @@ class StressRank {
     std::vector<int32_t> ids;
     std::vector<float> weights;
     std::vector<uint8_t> payload[kMaxPayloads];
-    std::vector<uint8_t> rows;  // for combine from outside the workspace
+    std::vector<uint8_t> rows;       // for combine from outside the workspace
     std::vector<int32_t> positions;  // of each received row among them: its own, by its last choice
     std::vector<float> expert_weights;
     std::vector<uint8_t> out;

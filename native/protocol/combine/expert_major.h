@@ -16,7 +16,8 @@ PUTGET_TEXT Choice choice_at(const CombineCall& call, int32_t position) {
   return {position, position >= 0 ? call.major.weights[position] : 0.0f};
 }
 
-// Calls put(pack, SentinelPack) for bytes [begin, end) of a received row's sum; `position` is that of this lane's choice.
+// Calls put(pack, SentinelPack) for bytes [begin, end) of a received row's sum; `position` is that of this lane's
+// choice.
 template <class Codec, class Exec, class Put>
 PUTGET_TEXT void sum_experts(Exec& exec, const Plan& plan, const CombineCall& call, uint64_t row, int32_t position,
                              uint32_t begin, uint32_t end, Put put) {

@@ -90,8 +90,8 @@ PUTGET_TEXT void copy_segment(Exec& exec, const Plan& plan, const CombineCall& c
   }
 }
 
-// Calls copy(slot, source, byte) for the segments of rows that are to be got there, a segment a warp of all CTAs, source
-// by source.
+// Calls copy(slot, source, byte) for the segments of rows that are to be got there, a segment a warp of all CTAs,
+// source by source.
 template <class Exec, class Copy>
 PUTGET_TEXT void visit_rows_to_copy(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head,
                                     Copy copy) {

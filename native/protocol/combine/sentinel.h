@@ -102,7 +102,8 @@ PUTGET_RARE void send_values(Exec& exec, const Plan& plan, const CombineCall& ca
   }
 }
 
-// A segment of a row that may have to be sent. Warps go through them slot by slot, source by source from the own rank on.
+// A segment of a row that may have to be sent. Warps go through them slot by slot, source by source from the own rank
+// on.
 struct SentinelItem {
   uint32_t item;
   uint32_t step;  // to the warp's next one
@@ -177,8 +178,8 @@ class SentinelSender {
       const uint32_t byte = at_.begin + exec.lane() * kPackBytes;
       may_load_ = may_load_ && byte < at_.end;
       from_ = reinterpret_cast<const SentinelPack*>(may_load_ ? rows.from(at_.slot, at_.src) + byte : plan.own());
-      to_ = reinterpret_cast<SentinelPack*>(plan.base[at_.src] + sentinel_row(plan, plan.shape.ep_rank, at_.slot) +
-                                            byte);
+      to_ =
+          reinterpret_cast<SentinelPack*>(plan.base[at_.src] + sentinel_row(plan, plan.shape.ep_rank, at_.slot) + byte);
       exec.pin(from_);
       exec.pin(to_);
     }
