@@ -215,6 +215,18 @@ SENTINEL = {
         "(own_rows_stay(plan, call) ? 1 : 0)",
         "0",
     ),
+    "a sum of experts for another slot": (
+        WHOLE,
+        "protocol/combine/expert_major.h",
+        "sentinel_row(plan, plan.shape.ep_rank, at.slot)",
+        "sentinel_row(plan, plan.shape.ep_rank, 0)",
+    ),
+    "a sum of experts that is not where it is got": (
+        WHOLE,
+        "protocol/combine/combine.h",
+        "sum_rows<Codec>(exec, plan, call, head);",
+        ";",
+    ),
     "those that only sum send too": (
         WHOLE,
         "protocol/combine/combine.h",
