@@ -22,7 +22,7 @@ ENGINES = ROOT / "build" / "engines"
 
 HAS_TRANSFER = any((ROOT / "transfer" / "python" / "putget_transfer").glob("_native*.so"))
 needs_transfer = pytest.mark.skipif(not HAS_TRANSFER, reason="putget_transfer is not built: see `make transfer`")
-PRELOADS = {"transformers": "tests.engines.preload_transformers"}
+PRELOADS = {name: f"tests.engines.preload_{name}" for name in ("transformers", "vllm")}
 """To import an engine takes long: once for all its tests."""
 LIMIT_S = 1200  # two idle cores take a tenth of it
 only_with_engines = [
