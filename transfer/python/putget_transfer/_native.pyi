@@ -747,6 +747,9 @@ class NetAddr:
     def from_bytes(data: Buffer) -> NetAddr: ...
     @property
     def peer(self) -> str: ...
+    @property
+    def providers(self) -> list[str]:
+        """The provider of each device group: "sim", "libfabric", "nvlink", "verbs", "host" or "tcp"."""
 
 @final
 class Pages:

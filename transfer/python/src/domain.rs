@@ -230,6 +230,11 @@ impl PyNetAddr {
         self.address.name().to_string()
     }
 
+    #[getter]
+    fn providers(&self) -> Vec<String> {
+        self.address.providers().iter().map(|kind| format!("{kind:?}").to_lowercase()).collect()
+    }
+
     fn __repr__(&self) -> String {
         format!("{:?}", self.address)
     }

@@ -21,4 +21,4 @@ pub use model::{Cell, Dtype, Layout, Memory, Param, Recipe, Scale, Slot, Target}
 pub use plan::{PlanOptions, plan};
 pub use runs::{Run, runs};
 pub use schedule::{Dest, Item, Schedule, Task};
-pub use writer::{Place, Writer};
+pub use writer::{Place, Source, Writer};

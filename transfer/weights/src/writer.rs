@@ -18,6 +18,15 @@ pub struct Place {
     pub memory: Vec<(MrDesc, u64)>,
 }
 
+/// Where the bytes of a task lie.
+#[derive(Debug, Clone, Copy)]
+pub enum Source<'a> {
+    /// Packed, from an offset on.
+    Packed(&'a MrHandle, u64),
+    /// Each item's by themselves, in the order of items: a parameter's own memory.
+    Each(&'a [(MrHandle, u64)]),
+}
+
 /// Writes one version.
 #[derive(Debug, Clone)]
 pub struct Writer {
@@ -79,30 +88,41 @@ impl Writer {
         self.places.get(target as usize)?.as_ref()
     }
 
-    /// Writes the bytes of a task, which lie packed at `offset` of `from`, to one rollout rank. It counts once, when all of them have landed.
+    /// Writes the bytes of a task to one rollout rank. It counts once, when all of them have landed.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a task or target that the schedule does not have; whatever the engine reports.
+    /// [`Error::Argument`] for a task or target that the schedule does not have, and a source of another number of items; whatever the
+    /// engine reports.
     pub fn write(
         &self,
         task: usize,
         target: u32,
-        (from, offset): (&MrHandle, u64),
+        source: Source<'_>,
         options: &Options,
         done: Done,
     ) -> Result<TransferId, Error> {
         let unknown = || Error::argument("task", format!("{task} came; rank {} has none for {target}", self.rank));
         let tasks = self.schedule.tasks(self.rank);
         let (task, place) = tasks.get(task).zip(self.place(target)).ok_or_else(unknown)?;
+        if let Source::Each(places) = source
+            && places.len() != task.items.len()
+        {
+            let problem = format!("{} came; the task has {} items", places.len(), task.items.len());
+            return Err(Error::argument("sources", problem));
+        }
         let mut items = Vec::new();
-        for item in &task.items {
+        for (number, item) in task.items.iter().enumerate() {
+            let (from, offset) = match source {
+                Source::Packed(from, offset) => (from, offset + item.offset),
+                Source::Each(places) => places.get(number).map(|(from, offset)| (from, *offset)).ok_or_else(unknown)?,
+            };
             for dest in item.dests.iter().filter(|dest| dest.target == target) {
                 let slot = self.schedule.slot(*dest);
                 let found = slot.and_then(|slot| Some((slot, place.memory.get(slot.memory as usize)?)));
                 let (slot, (desc, base)) = found.ok_or_else(unknown)?;
                 let write = |run: crate::runs::Run| WriteItem {
                     len: run.len,
-                    src: (from, offset + item.offset + run.from),
+                    src: (from, offset + run.from),
                     dst: (desc, base + run.to),
                 };
                 items.extend(runs(&item.area, slot).into_iter().map(write));

@@ -147,6 +147,11 @@ impl NetAddr {
         self.key().name()
     }
 
+    /// The provider of each device group.
+    pub fn providers(&self) -> Vec<ProviderKind> {
+        self.groups.iter().map(|nic| nic.provider).collect()
+    }
+
     pub(crate) fn key(&self) -> PeerKey {
         self.groups.first().map_or(PeerKey::NOBODY, |nic| nic.key)
     }

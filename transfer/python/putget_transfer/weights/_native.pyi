@@ -116,6 +116,10 @@ class Writer:
         """Return the bytes of a task that go to a rollout rank."""
     def write(self, task: int, target: int, handle: MrHandle, offset: int, deadline_s: float) -> Transfer:
         """Write a task's bytes, packed at `offset` of `handle`, to one rollout rank, which counts once."""
+    def write_each(
+        self, task: int, target: int, sources: Sequence[tuple[MrHandle, int]], deadline_s: float
+    ) -> Transfer:
+        """Write a task's bytes, each item's from a handle and an offset of its own, to one rollout rank."""
 
 def prepare_blocks(stream: Any) -> None:
     """Load the kernel that rounds to FP8 for a stream's GPU.

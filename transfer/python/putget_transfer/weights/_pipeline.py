@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from putget_transfer._native import MrHandle, Transfer
 from putget_transfer.weights._deltas import Deltas
 from putget_transfer.weights._model import UpdateFailed
 from putget_transfer.weights._native import Writer
@@ -20,7 +21,7 @@ class _Begun:
     """A task that is prepared, or is being so.
 
     Attributes:
-        pieces: Where its pieces begin.
+        pieces: Where its pieces begin; none, if it is written from where its parameters lie.
         outside: Bytes of other memory that it holds.
         gathers: Parameters that had been brought together when it had begun.
     """
@@ -50,7 +51,9 @@ class Pipeline:
         writes: Writes,
         writer: Writer,
         deltas: Deltas,
+        sources: Mapping[int, Sequence[tuple[MrHandle, int]]] | None = None,
     ) -> None:
+        self.sources = {} if sources is None else sources
         self.rank, self.tasks, self.works, self.staging = rank, tasks, works, staging
         self.preparer, self.writes, self.writer, self.deltas = preparer, writes, writer, deltas
         self.begun: deque[_Begun] = deque()
@@ -71,10 +74,12 @@ class Pipeline:
                 return
         if self.preparer.whole is not None and not work.uses(self.preparer.whole[0]):
             self.release()
+        if number in self.sources:
+            self._in_time(number)
+            self.begun.append(_Begun(number, [], 0, self.preparer.gathers, self.preparer.began))
+            return self._write_ready()
         while True:
-            if not self.writes.left():
-                where = f"task {number} of {len(self.tasks)}"
-                raise UpdateFailed(f"trainer rank {self.rank}: the deadline came before {where}")
+            self._in_time(number)
             kept = self.writes.kept
             outside = max(work.outside - kept, 0)
             pieces = room.take(work.pieces, outside, beside=kept)
@@ -88,6 +93,15 @@ class Pipeline:
         memory = [self.staging.bytes[first : first + count] for first, count in zip(pieces, work.pieces, strict=True)]
         event = self.preparer.prepare(work, memory)
         self.begun.append(_Begun(number, pieces, outside, self.preparer.gathers, event))
+        self._write_ready()
+
+    def _in_time(self, number: int) -> None:
+        if not self.writes.left():
+            where = f"task {number} of {len(self.tasks)}"
+            raise UpdateFailed(f"trainer rank {self.rank}: the deadline came before {where}")
+
+    def _write_ready(self) -> None:
+        """Submit the writes of those that are prepared, in their order."""
         while self.begun and (self.deltas.kept is not None or _is_over(self.begun[0].event)):
             self._write()
 
@@ -110,19 +124,33 @@ class Pipeline:
         writes.room.give(begun.pieces[1:], begun.outside)
         # A later task that has brought another one together holds it with its own memory, until it is written.
         writes.keep(self.preparer.kept_bytes if self.preparer.gathers == begun.gathers else 0)
+        targets = self._targets(begun.number)
+        if not begun.pieces:
+            writes.begin(None)
+            for target in targets:
+                self._submit(
+                    begun.number,
+                    target,
+                    partial(self.writer.write_each, begun.number, target, self.sources[begun.number]),
+                )
+            return
         first = begun.pieces[0]
         writes.begin(first)
-        targets = self._targets(begun.number)
         prepared = self.staging.bytes[first : first + task.num_bytes]
         changed = self.deltas.changed(begun.number, task, prepared, targets, self.writer)
         for target in targets:
             if target in changed:
                 continue
-            submit = partial(self.writer.write, begun.number, target, self.staging.handle, first, writes.left())
-            writes.write(target, submit)
-            writes.report.wrote(target, self.writer.num_bytes(begun.number, target))
+            self._submit(
+                begun.number, target, partial(self.writer.write, begun.number, target, self.staging.handle, first)
+            )
         for target, changes in changed.items():
             self.deltas.write(begun.number, target, changes, self.staging, writes)
+
+    def _submit(self, number: int, target: int, write: Callable[[float], Transfer]) -> None:
+        """Submit a task's write to one rollout rank."""
+        self.writes.write(target, partial(write, self.writes.left()))
+        self.writes.report.wrote(target, self.writer.num_bytes(number, target))
 
 
 def _is_over(event: Any) -> bool:

@@ -18,7 +18,8 @@ from putget_transfer.weights._staging import padded
 _Item = tuple[int, str, str, list[int], list[int], bool, int, int]
 
 
-def _slices(start: Any, size: Any, origin: Any) -> tuple[slice, ...]:
+def slices(start: Any, size: Any, origin: Any) -> tuple[slice, ...]:
+    """Return an index of an area in a tensor that begins at `origin`."""
     return tuple(
         slice(first - zero, first - zero + count) for first, count, zero in zip(start, size, origin, strict=True)
     )
@@ -183,11 +184,13 @@ class Preparer:
         self.whole: tuple[int, Any] | None = None
         self.gathers = 0
         self.stream: Any = None
+        self.began: Any = None  # behind work that may write the parameters
         if self.device.type == "cuda":
             self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
             # Work that writes the parameters may be under way there.
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
             self.clock = Clock()
+            self.began = self.clock.first
 
     @property
     def kept_bytes(self) -> int:
@@ -212,7 +215,7 @@ class Preparer:
         tensor = self.tensors[self.params[part.param][0]]
         if not part.gathered:
             origin, own = local(tensor)
-            return own[_slices(part.start, part.size, origin)]
+            return own[slices(part.start, part.size, origin)]
         if self.whole is None or self.whole[0] != part.param:
             self.whole = None
             begin = time.perf_counter()
@@ -221,7 +224,7 @@ class Preparer:
             self.whole = (part.param, full)
             self.gathers += 1
         wanted = part.copies or part.values or part.scales
-        return self.whole[1][_slices(part.start, part.size, [0] * len(part.size))] if wanted else None
+        return self.whole[1][slices(part.start, part.size, [0] * len(part.size))] if wanted else None
 
     def _moved(self, source: Any, to: Any) -> Any:
         """Begin to copy a part to its place on the device."""

@@ -116,9 +116,9 @@ class Staging:
 
 
 class _Sent:
-    """A piece with prepared bytes, and its writes."""
+    """A piece with prepared bytes, or none where they lie elsewhere, and its writes."""
 
-    def __init__(self, piece: int) -> None:
+    def __init__(self, piece: int | None) -> None:
         self.piece = piece
         self.transfers: list[tuple[int, Transfer]] = []
 
@@ -147,8 +147,8 @@ class Writes:
         self.room.hold(num_bytes - self.kept)
         self.kept = num_bytes
 
-    def begin(self, piece: int) -> None:
-        """Begin with the writes of prepared bytes. Their piece is given back when these are over."""
+    def begin(self, piece: int | None) -> None:
+        """Begin with the writes of prepared bytes. Their piece, if they have one, is given back when these are over."""
         self.sent.append(_Sent(piece))
 
     def piece(self, num_bytes: int) -> int:
@@ -189,7 +189,9 @@ class Writes:
                 transfer.wait()  # it ends at its deadline, and grace, at the latest
             except EngineError as error:
                 self.report.failed.setdefault(target, str(error))
-        self.room.give([self.sent.popleft().piece])
+        piece = self.sent.popleft().piece
+        if piece is not None:
+            self.room.give([piece])
         self.report.ran("wait", begin, time.perf_counter())
 
     def end(self) -> None:

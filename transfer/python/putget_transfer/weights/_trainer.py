@@ -18,6 +18,7 @@ from putget_transfer.weights._offer import Delta, read_offer
 from putget_transfer.weights._pipeline import Pipeline
 from putget_transfer.weights._prepare import Preparer, Work, on, work_of
 from putget_transfer.weights._report import Report, metrics_text
+from putget_transfer.weights._sources import Sources
 from putget_transfer.weights._staging import Staging, Writes, padded
 
 SHOWN = 8
@@ -189,7 +190,10 @@ class Trainer:
         assert self._staging is not None
         writes = Writes(self._staging, report, time.monotonic() + deadline_s)
         preparer = Preparer(self.schedule, tensors, report, self.device)
-        pipeline = Pipeline(self.rank, self.tasks, self._works, self._staging, preparer, writes, writer, deltas)
+        sources = self._sources(tensors)
+        pipeline = Pipeline(
+            self.rank, self.tasks, self._works, self._staging, preparer, writes, writer, deltas, sources.of
+        )
         try:
             for number, task in enumerate(self.tasks):
                 self._task(number, pipeline)
@@ -209,11 +213,18 @@ class Trainer:
             if isinstance(error, (UpdateFailed, ValueError)):
                 raise
             raise UpdateFailed(f"version {version}, trainer rank {self.rank}: {error}") from error
+        finally:
+            sources.close()
         report.peak_bytes = writes.room.peak
         report.seconds = time.perf_counter() - report.begun
         self._totals["updates"] += 1
         self._totals["bytes"] += report.num_bytes
         return report
+
+    def _sources(self, tensors: Mapping[str, Any]) -> Sources:
+        """Return what can be written from where it lies. Deltas compare prepared bytes."""
+        works = [] if self._kept is not None else self._works
+        return Sources(self.engine, self.tasks, works, self.schedule.params, tensors)
 
     def _task(self, number: int, pipeline: Pipeline) -> None:
         """Begin with a task."""

@@ -2,8 +2,8 @@
 
 use pyo3::prelude::*;
 
-use putget_transfer::MrDesc;
-use putget_transfer_weights::{Place, Writer};
+use putget_transfer::{MrDesc, MrHandle};
+use putget_transfer_weights::{Place, Source, Writer};
 
 use super::schedule::PySchedule;
 use crate::arguments;
@@ -63,7 +63,23 @@ impl PyWriter {
     ) -> PyResult<PyTransfer> {
         let options = options(Some(deadline_s), None, None)?;
         let handle = handle.handle()?;
-        let write = |done| self.writer.write(task, target, (&handle, offset), &options, done).map(Some);
+        let write = |done| self.writer.write(task, target, Source::Packed(&handle, offset), &options, done).map(Some);
+        submitted(self.engine.bind(py), None, write)
+    }
+
+    fn write_each(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = arguments::task)] task: usize,
+        #[pyo3(from_py_with = arguments::index)] target: u32,
+        sources: Vec<(PyRef<'_, PyMrHandle>, u64)>,
+        deadline_s: f64,
+    ) -> PyResult<PyTransfer> {
+        let options = options(Some(deadline_s), None, None)?;
+        let places: PyResult<Vec<(MrHandle, u64)>> =
+            sources.iter().map(|(handle, offset)| Ok((handle.handle()?, *offset))).collect();
+        let places = places?;
+        let write = |done| self.writer.write(task, target, Source::Each(&places), &options, done).map(Some);
         submitted(self.engine.bind(py), None, write)
     }
 }

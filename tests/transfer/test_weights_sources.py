@@ -1,0 +1,168 @@
+"""Parameters that are written from where they lie: which ones, the same bytes, and nothing held behind an update."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip(
+    "putget_transfer._native", reason="putget_transfer is not built: it needs cargo (see `make transfer`)"
+)
+import torch
+
+import putget_transfer as pt
+from putget_transfer import weights
+from putget_transfer.weights._prepare import Preparer
+from putget_transfer.weights._sources import Sources
+
+WAIT_S = 60.0
+
+
+class Pair:
+    """A trainer and a rollout rank on one simulated network; `load` fills `model` from a checkpoint."""
+
+    def __init__(self, source: dict[str, torch.Tensor], model: dict[str, torch.Tensor], load: Any, **options: Any):
+        params = weights.describe(source, rank=0)
+        slots = weights.record(model, weights.checkpoint(params), load=load)
+        schedule = weights.plan(params, [slots], task_bytes=20_000)
+        self.network = pt.SimNetwork(seed=3)
+        self.engines = [pt.Engine.builder().group(pt.DeviceGroup.sim(self.network, 1)).build() for _ in range(2)]
+        self.source, self.model = source, model
+        self.trainer = weights.Trainer(self.engines[0], schedule, 0, source, **options)
+        self.rollout = weights.Rollout(self.engines[1], slots, schedule, 0)
+        self.version = 0
+
+    def update(self, wait_s: float = WAIT_S) -> Any:
+        """Publish the next version; return the trainer's report."""
+        self.version += 1
+        offers = self.rollout.expect(self.version, {0: self.trainer.address()}, WAIT_S)
+        return self.trainer.publish(self.version, wait_s, offers=[offers[0]])
+
+    def commit(self) -> None:
+        """Bring the version into force."""
+        assert self.rollout.ready(WAIT_S)
+        self.rollout.commit(self.version)
+
+    def close(self) -> None:
+        """End the engines."""
+        for engine in self.engines:
+            engine.close()
+
+
+def whole(model: dict[str, torch.Tensor]) -> Any:
+    """Return a loader that copies each parameter as it is."""
+
+    def load(checkpoint: Any) -> None:
+        for name, tensor in checkpoint:
+            model[name].copy_(tensor)
+
+    return load
+
+
+def bf16(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape).bfloat16()
+
+
+def prepared(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return the works that are prepared from now on."""
+    works, prepare = [], Preparer.prepare
+
+    def noted(self: Preparer, work: Any, memory: Any) -> Any:
+        works.append(work)
+        return prepare(self, work, memory)
+
+    monkeypatch.setattr(Preparer, "prepare", noted)
+    return works
+
+
+def test_what_travels_as_it_is_is_not_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also parameters that lie in one storage, in the middle of another one, and that have moved since."""
+    both, wide = bf16(200, 300), bf16(50, 400)
+    source = {"a": both[:80], "b": both[80:], "c": wide[10:30], "d": bf16(7), "e": torch.randn(40, 30)}
+    model = {name: torch.zeros_like(tensor) for name, tensor in source.items()}
+    pair, works = Pair(source, model, whole(model)), prepared(monkeypatch)
+    for step in range(3):
+        for tensor in source.values():
+            tensor.add_(1)
+        if step == 1:
+            source["d"].data = bf16(7)
+        report = pair.update()
+        pair.commit()
+        assert report.num_bytes == sum(tensor.nbytes for tensor in source.values())
+        for name, tensor in source.items():
+            assert torch.equal(model[name], tensor), name
+    assert works == []
+    pair.close()
+
+
+def test_what_has_to_be_made_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns, another type, and a parameter that is not contiguous."""
+    source = {"columns": bf16(40, 64), "type": torch.randn(30, 20), "turned": bf16(24, 32).t()}
+    model = {"half": torch.zeros(40, 32).bfloat16(), "type": torch.zeros(30, 20).bfloat16(), "turned": bf16(32, 24)}
+
+    def load(checkpoint: Any) -> None:
+        for name, tensor in checkpoint:
+            model["half" if name == "columns" else name].copy_(tensor[:, 32:] if name == "columns" else tensor)
+
+    pair, works = Pair(source, model, load), prepared(monkeypatch)
+    pair.update()
+    pair.commit()
+    assert torch.equal(model["half"], source["columns"][:, 32:])
+    assert torch.equal(model["type"], source["type"].bfloat16())
+    assert torch.equal(model["turned"], source["turned"])
+    assert len(works) == len(pair.trainer.tasks)
+    pair.close()
+
+
+def test_deltas_compare_prepared_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = {"a": bf16(80, 30)}
+    model = {"a": torch.zeros(80, 30).bfloat16()}
+    pair, works = Pair(source, model, whole(model), deltas=True), prepared(monkeypatch)
+    pair.update()
+    pair.commit()
+    assert torch.equal(model["a"], source["a"])
+    assert len(works) == len(pair.trainer.tasks)
+    pair.close()
+
+
+def test_nothing_is_held_behind_an_update() -> None:
+    """torch refuses to resize a storage that is registered; trainers resize theirs between steps."""
+    source = {"a": bf16(80, 30), "b": bf16(50, 30)}
+    model = {name: torch.zeros_like(tensor) for name, tensor in source.items()}
+    pair = Pair(source, model, whole(model))
+    pair.update()
+    source["a"].untyped_storage().resize_(0)
+    source["a"].untyped_storage().resize_(80 * 30 * 2)
+    source["a"].copy_(bf16(80, 30))
+    pair.commit()
+    pair.network.kill(pair.engines[1].main_address())
+    report = pair.update(wait_s=1.0)
+    assert set(report.failed) == {0}
+    for tensor in source.values():
+        tensor.untyped_storage().resize_(0)
+    pair.close()
+
+
+class Pinning:
+    """An engine whose network pins what is registered."""
+
+    def main_address(self) -> Any:
+        return SimpleNamespace(providers=["host", "verbs"])
+
+    def reg_mrs(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError("nothing is registered")
+
+
+def test_where_registering_pins_memory_parts_are_copied() -> None:
+    source = {"a": bf16(80, 30)}
+    model = {"a": torch.zeros(80, 30).bfloat16()}
+    pair = Pair(source, model, whole(model))
+    trainer = pair.trainer
+    params = trainer.schedule.params
+    assert Sources(Pinning(), trainer.tasks, trainer._works, params, source).of == {}  # type: ignore[arg-type]
+    found = Sources(pair.engines[0], trainer.tasks, trainer._works, params, source)
+    assert sorted(found.of) == list(range(len(trainer.tasks)))
+    found.close()
+    pair.close()
