@@ -75,12 +75,12 @@ def eagerly(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     if not _kernel.is_loaded(tensor.device):
         raise RuntimeError("the kernel is not there")
-    whole = _kernel.matrices
-    _kernel.matrices = lambda _tensor: None  # type: ignore[assignment]
+    takes = _kernel.takes
+    _kernel.takes = lambda _tensor: False  # type: ignore[assignment]
     try:
         return weights.quantise(tensor)  # type: ignore[no-any-return]
     finally:
-        _kernel.matrices = whole
+        _kernel.takes = takes
 
 
 class Serving:

@@ -151,18 +151,31 @@ class Pinning:
     def main_address(self) -> Any:
         return SimpleNamespace(providers=["host", "verbs"])
 
-    def reg_mrs(self, *_: Any, **__: Any) -> Any:
+    def reg_mr(self, *_: Any, **__: Any) -> Any:
         raise AssertionError("nothing is registered")
 
 
-def test_where_registering_pins_memory_parts_are_copied() -> None:
+class Refusing:
+    """An engine that cannot register what it is given."""
+
+    def main_address(self) -> Any:
+        return SimpleNamespace(providers=["nvlink"])
+
+    def reg_mr(self, *_: Any, **__: Any) -> Any:
+        raise pt.EngineError("memory of another allocator")
+
+
+def test_where_registering_pins_or_fails_parts_are_copied() -> None:
     source = {"a": bf16(80, 30)}
     model = {"a": torch.zeros(80, 30).bfloat16()}
     pair = Pair(source, model, whole(model))
     trainer = pair.trainer
     params = trainer.schedule.params
-    assert Sources(Pinning(), trainer.tasks, trainer._works, params, source).of == {}  # type: ignore[arg-type]
+    others: list[Any] = [Pinning(), Refusing()]
+    unready = [Sources(engine, trainer.tasks, trainer._works, params, source) for engine in others]
     found = Sources(pair.engines[0], trainer.tasks, trainer._works, params, source)
-    assert sorted(found.of) == list(range(len(trainer.tasks)))
+    for number in range(len(trainer.tasks)):
+        assert [one.of(number) for one in unready] == [None, None]
+        assert found.of(number) is not None
     found.close()
     pair.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from putget_transfer.weights._deltas import Deltas
 from putget_transfer.weights._model import UpdateFailed
 from putget_transfer.weights._native import Writer
 from putget_transfer.weights._prepare import Preparer, Work
+from putget_transfer.weights._sources import Sources
 from putget_transfer.weights._staging import Staging, Writes
 
 
@@ -21,9 +22,10 @@ class _Begun:
     """A task that is prepared, or is being so.
 
     Attributes:
-        pieces: Where its pieces begin; none, if it is written from where its parameters lie.
+        pieces: Where its pieces begin.
         outside: Bytes of other memory that it holds.
         gathers: Parameters that had been brought together when it had begun.
+        ready: Where each of its items lies, if nothing has to be prepared.
     """
 
     number: int
@@ -31,6 +33,7 @@ class _Begun:
     outside: int
     gathers: int
     event: Any
+    ready: list[tuple[MrHandle, int]] | None = None
 
 
 class Pipeline:
@@ -51,10 +54,9 @@ class Pipeline:
         writes: Writes,
         writer: Writer,
         deltas: Deltas,
-        sources: Mapping[int, Sequence[tuple[MrHandle, int]]] | None = None,
+        sources: Sources | None = None,
     ) -> None:
-        self.sources = {} if sources is None else sources
-        self.rank, self.tasks, self.works, self.staging = rank, tasks, works, staging
+        self.rank, self.sources, self.tasks, self.works, self.staging = rank, sources, tasks, works, staging
         self.preparer, self.writes, self.writer, self.deltas = preparer, writes, writer, deltas
         self.begun: deque[_Begun] = deque()
 
@@ -74,9 +76,10 @@ class Pipeline:
                 return
         if self.preparer.whole is not None and not work.uses(self.preparer.whole[0]):
             self.release()
-        if number in self.sources:
+        ready = None if self.sources is None else self.sources.of(number)
+        if ready is not None:
             self._in_time(number)
-            self.begun.append(_Begun(number, [], 0, self.preparer.gathers, self.preparer.began))
+            self.begun.append(_Begun(number, [], 0, self.preparer.gathers, self.preparer.began, ready))
             return self._write_ready()
         while True:
             self._in_time(number)
@@ -125,14 +128,10 @@ class Pipeline:
         # A later task that has brought another one together holds it with its own memory, until it is written.
         writes.keep(self.preparer.kept_bytes if self.preparer.gathers == begun.gathers else 0)
         targets = self._targets(begun.number)
-        if not begun.pieces:
+        if begun.ready is not None:
             writes.begin(None)
             for target in targets:
-                self._submit(
-                    begun.number,
-                    target,
-                    partial(self.writer.write_each, begun.number, target, self.sources[begun.number]),
-                )
+                self._submit(begun.number, target, partial(self.writer.write_each, begun.number, target, begun.ready))
             return
         first = begun.pieces[0]
         writes.begin(first)

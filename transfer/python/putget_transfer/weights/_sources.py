@@ -19,52 +19,44 @@ class Sources:
     A trainer may move or free its parameters between versions, so no registration outlives one.
 
     Attributes:
-        of: By the number of a task whose items all lie ready: handle and offset of each item.
+        places: By the number of a task whose items all lie ready: storage of each item, and where in it it begins.
     """
 
     def __init__(
         self, engine: Engine, tasks: Sequence[Any], works: Sequence[Work], params: Any, tensors: Mapping[str, Any]
     ) -> None:
         self.engine = engine
-        self.of: dict[int, list[tuple[MrHandle, int]]] = {}
-        self.handles: list[MrHandle] = []
+        self.places: dict[int, list[tuple[Any, int]]] = {}
+        self.handles: dict[int, MrHandle] = {}
         if not _FREE.issuperset(engine.main_address().providers):
             return
-        found: dict[int, list[tuple[Any, int]]] = {}
-        storages: dict[int, Any] = {}
         for number, work in enumerate(works):
-            places = [_place(part, tensors, params) for part in work.parts]
-            if len(places) == len(tasks[number].items) and all(places):
-                found[number] = [place for place in places if place is not None]
-                storages.update((place[0].data_ptr(), place[0]) for place in found[number])
-        self.of = self._registered(found, storages)
+            found = [_place(part, tensors, params) for part in work.parts]
+            if len(found) == len(tasks[number].items) and all(found):
+                self.places[number] = [place for place in found if place is not None]
 
-    def _registered(
-        self, found: Mapping[int, list[tuple[Any, int]]], storages: Mapping[int, Any]
-    ) -> dict[int, list[tuple[MrHandle, int]]]:
+    def of(self, number: int) -> list[tuple[MrHandle, int]] | None:
+        """Return handle and offset of each item of a task, registered now if they are not; None: it is prepared."""
+        try:
+            return [(self._handle(storage), offset) for storage, offset in self.places[number]]
+        except (KeyError, ValueError, EngineError):  # also memory that cannot be shared as it is
+            return None
+
+    def _handle(self, storage: Any) -> MrHandle:
         import torch
 
-        handles: dict[int, MrHandle] = {}
-        for device in {storage.device for storage in storages.values()}:
-            own = [storage for storage in storages.values() if storage.device == device]
-            memory = [torch.empty(0, dtype=torch.uint8, device=device).set_(storage) for storage in own]
-            try:
-                made = self.engine.reg_mrs(memory, read_only=device.type == "cpu")
-            except EngineError:
-                continue  # memory that cannot be shared as it is: it is copied, as before
-            self.handles += [handle for handle, _ in made]
-            handles.update((storage.data_ptr(), handle) for storage, (handle, _) in zip(own, made, strict=True))
-        return {
-            number: [(handles[storage.data_ptr()], offset) for storage, offset in places]
-            for number, places in found.items()
-            if all(storage.data_ptr() in handles for storage, _ in places)
-        }
+        found = self.handles.get(storage.data_ptr())
+        if found is None:
+            memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            found, _ = self.engine.reg_mr(memory, read_only=storage.device.type == "cpu")
+            self.handles[storage.data_ptr()] = found
+        return found
 
     def close(self) -> None:
         """End the registrations, when nothing is written any more."""
-        for handle in self.handles:
+        for handle in self.handles.values():
             self.engine.dereg_mr(handle)
-        self.handles, self.of = [], {}
+        self.handles, self.places = {}, {}
 
 
 def _place(part: Part, tensors: Mapping[str, Any], params: Any) -> tuple[Any, int] | None:

@@ -192,7 +192,7 @@ class Trainer:
         preparer = Preparer(self.schedule, tensors, report, self.device)
         sources = self._sources(tensors)
         pipeline = Pipeline(
-            self.rank, self.tasks, self._works, self._staging, preparer, writes, writer, deltas, sources.of
+            self.rank, self.tasks, self._works, self._staging, preparer, writes, writer, deltas, sources
         )
         try:
             for number, task in enumerate(self.tasks):
