@@ -5,10 +5,11 @@
 
 The model has the shape of Qwen3-30B-A3B and random BF16 weights. A step is one token of each request, over a static
 cache, captured in a CUDA graph. On one GPU the peers are transformers' "grouped_mm" and "batched_mm", in the same
-process. Outputs of some expert layers for the same tokens are compared first: logits of a random model are no measure,
-because a token whose experts differ by one rounding is another token some layers later. Medians of the slowest rank,
-in us. For some batches the kernels of a step are shown by kind, and an eager step runs with host synchronisation
-forbidden.
+process. With several ranks they are its "all_reduce", where every rank has the requests of all, and its "all_to_all",
+where each has its own: there the host reads sizes in each layer, so nothing can be captured. Outputs of some expert
+layers for the same tokens are compared first: logits of a random model are no measure, because a token whose experts
+differ by one rounding is another token some layers later. Medians of the slowest rank, in us. For some batches the
+kernels of a step are shown by kind, and an eager step runs with host synchronisation forbidden.
 On the CPU (--device cpu, with small sizes) nothing is captured: that checks this program.
 """
 
@@ -29,6 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from transformers_peers import SPREAD, Upstream
 
 import putget
 from putget.adapters.transformers import spread
@@ -42,6 +44,7 @@ _KINDS = {
     "round": ("dispatch_kernel", "combine_kernel", "combine_bulk"),
     "rows by expert": ("count_kernel", "place_kernel", "finalize_kernel"),
     "experts": ("activation_kernel", "GroupProblemShape", "grouped"),
+    "collectives": ("nccl",),
     "attention": ("flash", "fmha", "attention", "mha"),
     "dense products": ("nvjet", "gemm", "cublas"),
 }
@@ -106,15 +109,15 @@ class Step:
                 layer.cumulative_length = self.context - 2
         self.model(input_ids=self.ids, cache=self.cache, position_ids=self.position)
 
-    def capture(self) -> None:
-        """Captures it, where there is a GPU."""
+    def prepare(self, *, captures: bool) -> None:
+        """Runs it, and captures it where there is a GPU."""
         self.run()
         torch.manual_seed(self.ids.shape[0])
         for layer in self.cache.layers:  # of the tokens before the step's
             layer.keys.normal_()
             layer.values.normal_(0.0, 0.1)
         self.run()
-        if self.ids.is_cuda:
+        if self.ids.is_cuda and captures:
             torch.cuda.synchronize()
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):
@@ -128,12 +131,16 @@ class Step:
             self.graph.replay()
 
 
+def meet() -> None:
+    """Waits for all ranks."""
+    dist.all_reduce(torch.zeros(1))
+
+
 def microseconds(step: Callable[[], None], device: torch.device) -> float:
     """The median of the slowest rank."""
     taken = []
     for _ in range(_ROUNDS + 3):
-        if dist.get_world_size() > 1:
-            dist.barrier()
+        meet()
         if device.type == "cuda":
             torch.cuda.synchronize()
         begin = time.perf_counter()
@@ -142,13 +149,13 @@ def microseconds(step: Callable[[], None], device: torch.device) -> float:
             torch.cuda.synchronize()
         taken.append((time.perf_counter() - begin) * 1e6)
     slowest = torch.tensor(taken[3:], dtype=torch.float64)
-    if dist.get_world_size() > 1:
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return round(statistics.median(slowest.tolist()), 1)
 
 
 def kinds_of(step: Callable[[], None]) -> dict[str, float]:
     """Microseconds of a step's kernels by kind; those that run side by side count both."""
+    meet()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(5):
             step()
@@ -173,26 +180,35 @@ def refuses_synchronisation(step: Step) -> str | None:
 
 
 @torch.no_grad()
-def outputs_of(model: Any, batch: int, device: torch.device, seed: int) -> torch.Tensor:
-    """[_COMPARED_LAYERS, batch, hidden_size]: what the experts of some layers make of the same random tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(batch, 1, model.config.hidden_size, generator=generator).bfloat16().to(device)
+def outputs_of(model: Any, batch: int, device: torch.device, *ranks: int) -> torch.Tensor:
+    """[_COMPARED_LAYERS, batch, hidden_size]: what the experts of some layers make of the ranks' random tokens."""
+    made = [torch.Generator().manual_seed(rank * 1009 + batch) for rank in ranks]
+    x = (
+        torch.cat([torch.randn(batch, 1, model.config.hidden_size, generator=one) for one in made])
+        .bfloat16()
+        .to(device)
+    )
     layers = model.model.layers
     found = [layers[place * (len(layers) - 1) // (_COMPARED_LAYERS - 1)].mlp(x) for place in range(_COMPARED_LAYERS)]
-    return torch.stack([one[0] if isinstance(one, tuple) else one for one in found]).view(_COMPARED_LAYERS, batch, -1)
+    return torch.stack([one[0] if isinstance(one, tuple) else one for one in found]).view(_COMPARED_LAYERS, len(x), -1)
 
 
 def measure(
     name: str, model: Any, given: argparse.Namespace, device: torch.device, rank: int, known: dict[int, torch.Tensor]
 ) -> dict[str, Any]:
     """All batches with one implementation; `known` has the outputs that the first one gave."""
+    ranks = dist.get_world_size()
+    together = ranks if name == "all_reduce" else 1  # the ranks whose requests each rank has
     line: dict[str, Any] = {"experts": name, "us": {}, "kinds": {}, "error": {}}
     for batch in given.batches:
         if name == "batched_mm" and batch > given.most_batched:
             continue
-        step = Step(model, batch, given.context, device, seed=rank * 1009 + batch)
-        step.capture()
-        got = outputs_of(model, batch, device, seed=rank * 1009 + batch)
+        step = Step(model, batch * together, given.context, device, seed=batch if together > 1 else rank * 1009 + batch)
+        step.prepare(captures=name != "all_to_all")
+        meet()
+        got = outputs_of(model, batch, device, *(range(ranks) if together > 1 else [rank]))
+        if together > 1:
+            got = got[:, rank * batch : (rank + 1) * batch]
         want = known.setdefault(batch, got).float()
         line["error"][batch] = round(float(((got.float() - want).norm(dim=2) / want.norm(dim=2)).max()), 5)
         if not line["error"][batch] <= _TOLERANCE:
@@ -235,7 +251,7 @@ def main() -> None:
         store = dist.FileStore(str(Path(tempfile.mkdtemp()) / "store"), 1)
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     else:
-        dist.init_process_group("gloo")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if given.device != "cpu" else "gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     device = torch.device(given.device)
     if device.type == "cuda":
@@ -250,9 +266,16 @@ def main() -> None:
         print(json.dumps(lines[-1]), flush=True)
     model.set_experts_implementation("grouped_mm")
     for batch in given.batches:
-        known.setdefault(batch, outputs_of(model, batch, device, seed=rank * 1009 + batch))
+        known.setdefault(batch, outputs_of(model, batch, device, rank))
+    for name in SPREAD if ranks > 1 else ():
+        upstream = Upstream(model, name, device)
+        lines.append(measure(name, model, given, device, rank, known))
+        upstream.end()
+        if rank == 0:
+            print(json.dumps(lines[-1]), flush=True)
     with contextlib.ExitStack() as stack:
-        comm = stack.enter_context(putget.Communicator())
+        group = dist.new_group(backend="gloo")
+        comm = stack.enter_context(putget.Communicator(group))
         stack.callback(spread(model, comm, max_tokens_per_rank=max(given.batches)).end)
         lines.append(measure("putget", model, given, device, rank, known))
     if rank == 0:

@@ -16,31 +16,32 @@ _FREE = {"host", "tcp", "nvlink", "sim"}
 class Sources:
     """The memory of a rank's parameters, registered for one version.
 
-    A trainer may move or free its parameters between versions, so no registration outlives one.
-
-    Attributes:
-        places: By the number of a task whose items all lie ready: storage of each item, and where in it it begins.
+    A trainer may move or free its parameters between versions, so no registration outlives one. Each is looked at when
+    its task begins, while earlier ones are written.
     """
 
     def __init__(
         self, engine: Engine, tasks: Sequence[Any], works: Sequence[Work], params: Any, tensors: Mapping[str, Any]
     ) -> None:
-        self.engine = engine
-        self.places: dict[int, list[tuple[Any, int]]] = {}
+        self.engine, self.tasks, self.params, self.tensors = engine, tasks, params, tensors
+        self.works = works if _FREE.issuperset(engine.main_address().providers) else []
         self.handles: dict[int, MrHandle] = {}
-        if not _FREE.issuperset(engine.main_address().providers):
-            return
-        for number, work in enumerate(works):
-            found = [_place(part, tensors, params) for part in work.parts]
-            if len(found) == len(tasks[number].items) and all(found):
-                self.places[number] = [place for place in found if place is not None]
 
     def of(self, number: int) -> list[tuple[MrHandle, int]] | None:
-        """Return handle and offset of each item of a task, registered now if they are not; None: it is prepared."""
-        try:
-            return [(self._handle(storage), offset) for storage, offset in self.places[number]]
-        except (KeyError, ValueError, EngineError):  # also memory that cannot be shared as it is
+        """Return handle and offset of each item of a task, if all lie ready; None: it is prepared."""
+        parts = self.works[number].parts if self.works else []
+        if not parts or len(parts) != len(self.tasks[number].items):
             return None
+        places = []
+        try:
+            for part in parts:
+                place = _place(part, self.tensors, self.params)
+                if place is None:
+                    return None
+                places.append((self._handle(place[0]), place[1]))
+        except (ValueError, EngineError):  # memory that cannot be shared as it is
+            return None
+        return places
 
     def _handle(self, storage: Any) -> MrHandle:
         import torch
@@ -56,7 +57,7 @@ class Sources:
         """End the registrations, when nothing is written any more."""
         for handle in self.handles.values():
             self.engine.dereg_mr(handle)
-        self.handles, self.places = {}, {}
+        self.handles = {}
 
 
 def _place(part: Part, tensors: Mapping[str, Any], params: Any) -> tuple[Any, int] | None:
