@@ -16,8 +16,8 @@ of them in pinned memory (`register`), and parameter servers broadcast it to eng
 Its parameter servers keep their process group and pinned memory from one update to the next. GPUs that train have no
 engine, so a thread answers there.
 
-All weights are compared with a plain load before anything is timed. `--device cpu` tries all but checkpoint-engine
-without GPUs: gloo in the place of NCCL, the provider `host` in the place of `nvlink`.
+Each way's weights are compared with a plain load in its first round, which is not timed. `--device cpu` tries all but
+checkpoint-engine without GPUs: gloo in the place of NCCL, the provider `host` in the place of `nvlink`.
 
 Needs `putget_transfer` and torch; for `checkpoint_engine` its package and GPUs.
 """

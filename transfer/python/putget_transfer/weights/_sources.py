@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from putget_transfer._native import Engine, EngineError, MrHandle
@@ -25,7 +26,7 @@ class Sources:
     ) -> None:
         self.engine, self.tasks, self.params, self.tensors = engine, tasks, params, tensors
         self.works = works if _FREE.issuperset(engine.main_address().providers) else []
-        self.handles: dict[int, MrHandle] = {}
+        self.handles: dict[int, MrHandle | None] = {}  # by address; None: it cannot be registered
 
     def of(self, number: int) -> list[tuple[MrHandle, int]] | None:
         """Return handle and offset of each item of a task, if all lie ready; None: it is prepared."""
@@ -33,30 +34,32 @@ class Sources:
         if not parts or len(parts) != len(self.tasks[number].items):
             return None
         places = []
-        try:
-            for part in parts:
-                place = _place(part, self.tensors, self.params)
-                if place is None:
-                    return None
-                places.append((self._handle(place[0]), place[1]))
-        except (ValueError, EngineError):  # memory that cannot be shared as it is
-            return None
+        for part in parts:
+            place = _place(part, self.tensors, self.params)
+            handle = None if place is None else self._handle(place[0])
+            if place is None or handle is None:
+                return None
+            places.append((handle, place[1]))
         return places
 
-    def _handle(self, storage: Any) -> MrHandle:
+    def _handle(self, storage: Any) -> MrHandle | None:
+        """Return a storage's registration; None: it cannot be shared as it is."""
         import torch
 
-        found = self.handles.get(storage.data_ptr())
-        if found is None:
+        at = storage.data_ptr()
+        if at not in self.handles:
             memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            found, _ = self.engine.reg_mr(memory, read_only=storage.device.type == "cpu")
-            self.handles[storage.data_ptr()] = found
-        return found
+            self.handles[at] = None
+            with suppress(ValueError, EngineError):
+                self.handles[at] = self.engine.reg_mr(memory, read_only=storage.device.type == "cpu")[0]
+        return self.handles[at]
 
     def close(self) -> None:
         """End the registrations, when nothing is written any more."""
         for handle in self.handles.values():
-            self.engine.dereg_mr(handle)
+            if handle is not None:
+                with suppress(EngineError):  # an engine that is closed holds none
+                    self.engine.dereg_mr(handle)
         self.handles = {}
 
 

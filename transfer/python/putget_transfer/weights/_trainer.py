@@ -206,11 +206,12 @@ class Trainer:
             writes.end()
             preparer.add_times()
             deltas.kept_all(version)
-        except Exception as error:
+        except BaseException as error:
+            # Also at an interrupt: what is under way is read from memory that is the trainer's again behind this call.
             writes.cancel()
             preparer.wait()
             self._totals["failed"] += 1
-            if isinstance(error, (UpdateFailed, ValueError)):
+            if isinstance(error, (UpdateFailed, ValueError)) or not isinstance(error, Exception):
                 raise
             raise UpdateFailed(f"version {version}, trainer rank {self.rank}: {error}") from error
         finally:
