@@ -302,7 +302,7 @@ PUTGET_API putget_status putget_combine(putget_alltoall* object, const putget_co
 PUTGET_API putget_status putget_sums_experts(putget_alltoall* object, uint32_t num_tokens, uint32_t* sums);
 PUTGET_API putget_status putget_release(putget_alltoall* object, void* stream);
 /* How calls with this many tokens are launched on this CUDA stream, whose green context may have fewer SMs than the
-   GPU; zeros on CPU, but for combine->sentinel_rows. */
+   GPU; zeros on CPU, but for combine->sentinel_rows. A combine with positions has more senders. */
 PUTGET_API putget_status putget_launches(putget_alltoall* object, uint32_t num_tokens, void* stream,
                                          putget_launch* dispatch, putget_launch* combine);
 PUTGET_API void putget_destroy(putget_alltoall* object);

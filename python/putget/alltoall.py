@@ -311,6 +311,7 @@ class AllToAll:
                 place; in another order neither.
             layout: Of this round, from ``received.expert_major()``. Then x is [capacity, *shape] in that layout, and
                 the weighted sum of each received row's local experts, in float32 with k ascending, is what travels.
+                The weights are the router's, as they arrived: change neither the layout's nor the received ones.
             out: Where to write, contiguous [num_tokens, *shape], outside the workspace and apart from x unless x comes
                 with a layout; by default a new tensor.
             addend: [num_tokens, *shape], added last in float32 (a shared expert's output). It lies outside the
@@ -331,9 +332,10 @@ class AllToAll:
         self._rounds.require_finished("combine")
         self._rounds.require_open("combine")
         self._check_rows(x, layout)
-        if layout is not None and not self._take_expert_major(x, layout, out):
-            self._finalize(x, layout)
+        sums = layout is not None and self._take_expert_major(x, layout, out)
         result = self._take_out(out, addend)
+        if not sums:
+            self._finalize(x, layout)
         self._native.combine(_abi.BOTH)
         self._rounds.end()
         return result
@@ -545,7 +547,7 @@ class AllToAll:
         """How dispatch and combine are launched with this many tokens; on CPU ``blocks`` are threads.
 
         The rule goes by the number of tokens, the sizes of rows and the SMs allowed: by ``num_sms``, and by the green
-        context of the current stream or by MPS.
+        context of the current stream or by MPS. A combine that sums experts itself (``layout``) has more senders.
         """
         check_int("num_tokens", num_tokens, 0, self._geometry.max_tokens_per_rank)
         dispatch, combine = self._native.launches(num_tokens)

@@ -14,8 +14,10 @@ import torch
 
 import putget_transfer as pt
 from putget_transfer import weights
+from putget_transfer.weights import _pipeline
 from putget_transfer.weights._prepare import Preparer
 from putget_transfer.weights._sources import Sources
+from putget_transfer.weights._staging import Writes
 
 WAIT_S = 60.0
 
@@ -113,6 +115,66 @@ def test_what_has_to_be_made_is_prepared(monkeypatch: pytest.MonkeyPatch) -> Non
     assert torch.equal(model["type"], source["type"].bfloat16())
     assert torch.equal(model["turned"], source["turned"])
     assert len(works) == len(pair.trainer.tasks)
+    pair.close()
+
+
+class Wrapped(torch.Tensor):
+    """A tensor whose values are those of another one: it has no storage."""
+
+    held: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.held = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        bare = torch.utils._pytree.tree_map_only(cls, lambda one: one.held, args)
+        made = func(*bare, **(kwargs or {}))
+        return cls(made) if isinstance(made, torch.Tensor) and func is not torch.ops.aten.copy_.default else made
+
+
+def test_storages_that_begin_at_one_address_and_tensors_whose_bytes_are_not_their_values(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    room = bytearray(16384)
+    source = {
+        "short": torch.frombuffer(room, dtype=torch.float32, count=64),
+        "long": torch.frombuffer(room, dtype=torch.float32, count=4096),
+        "negated": torch._neg_view(torch.ones(64)),
+        "wrapped": Wrapped(torch.randn(40)),
+    }
+    source["long"].copy_(torch.randn(4096))
+    model = {name: torch.zeros(tensor.shape) for name, tensor in source.items()}
+    pair, works = Pair(source, model, whole(model)), prepared(monkeypatch)
+    pair.update()
+    pair.commit()
+    for name, tensor in source.items():
+        assert torch.equal(model[name], getattr(tensor, "held", tensor)), name
+    made = {pair.trainer.schedule.params[part.param][0] for work in works for part in work.parts}
+    assert {"negated", "wrapped"} <= made
+    pair.close()
+
+
+def test_many_tasks_wait_for_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_pipeline, "MOST_SENT", 2)
+    source = {f"w{at}": bf16(80, 100) for at in range(20)}
+    model = {name: torch.zeros_like(tensor) for name, tensor in source.items()}
+    pair, most = Pair(source, model, whole(model)), []
+    begin = Writes.begin
+
+    def counted(self: Writes, piece: int | None) -> None:
+        begin(self, piece)
+        most.append(len(self.sent))
+
+    monkeypatch.setattr(Writes, "begin", counted)
+    pair.update()
+    pair.commit()
+    assert all(torch.equal(model[name], tensor) for name, tensor in source.items())
+    assert len(most) == len(pair.trainer.tasks) > 10
+    assert max(most) == 2
     pair.close()
 
 

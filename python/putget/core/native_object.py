@@ -194,6 +194,7 @@ class NativeObject:
         """Rows of experts for the next combine, where ``sums_experts`` says so; see ``ExpertMajor`` for the tables."""
         args = self._combine_args
         args.rows = begin = x.data_ptr()
+        args.row_slot_bytes = args.row_source_bytes = 0
         args.positions = positions.data_ptr()
         args.weights = weights.data_ptr()
         args.max_rows = self.max_rows

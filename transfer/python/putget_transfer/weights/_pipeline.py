@@ -16,6 +16,9 @@ from putget_transfer.weights._prepare import Preparer, Work
 from putget_transfer.weights._sources import Sources
 from putget_transfer.weights._staging import Staging, Writes
 
+MOST_SENT = 32
+"""Tasks whose writes may be under way when another one begins that takes no memory: the engine has other users, too."""
+
 
 @dataclass(frozen=True)
 class _Begun:
@@ -79,6 +82,8 @@ class Pipeline:
         ready = None if self.sources is None else self.sources.of(number)
         if ready is not None:
             self._in_time(number)
+            while len(self.writes.sent) >= MOST_SENT:
+                self.writes.end_oldest()
             self.begun.append(_Begun(number, [], 0, self.preparer.gathers, self.preparer.began, ready))
             return self._write_ready()
         while True:

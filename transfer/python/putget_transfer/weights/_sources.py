@@ -11,7 +11,8 @@ from putget_transfer.weights._describe import dtype_name, local
 from putget_transfer.weights._prepare import Part, Work, slices
 
 _FREE = {"host", "tcp", "nvlink", "sim"}
-"""Registering memory over these pins none of it, so that it can be done for each version anew."""
+"""Registering memory over these pins none of it, so that it can be done for each version anew. Not so the host's memory
+over nvlink."""
 
 
 class Sources:
@@ -25,8 +26,11 @@ class Sources:
         self, engine: Engine, tasks: Sequence[Any], works: Sequence[Work], params: Any, tensors: Mapping[str, Any]
     ) -> None:
         self.engine, self.tasks, self.params, self.tensors = engine, tasks, params, tensors
-        self.works = works if _FREE.issuperset(engine.main_address().providers) else []
-        self.handles: dict[int, MrHandle | None] = {}  # by address; None: it cannot be registered
+        providers = engine.main_address().providers
+        self.works = works if _FREE.issuperset(providers) else []
+        self.host_too = "nvlink" not in providers
+        # By device, address and length: storages may begin at one address. None: it cannot be registered.
+        self.handles: dict[tuple[Any, int, int], MrHandle | None] = {}
 
     def of(self, number: int) -> list[tuple[MrHandle, int]] | None:
         """Return handle and offset of each item of a task, if all lie ready; None: it is prepared."""
@@ -46,7 +50,9 @@ class Sources:
         """Return a storage's registration; None: it cannot be shared as it is."""
         import torch
 
-        at = storage.data_ptr()
+        at = storage.device, storage.data_ptr(), storage.nbytes()
+        if storage.device.type == "cpu" and not self.host_too:
+            return None
         if at not in self.handles:
             memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             self.handles[at] = None
@@ -58,18 +64,27 @@ class Sources:
         """End the registrations, when nothing is written any more."""
         for handle in self.handles.values():
             if handle is not None:
-                with suppress(EngineError):  # an engine that is closed holds none
+                with suppress(ValueError, EngineError):  # what the engine still has, it keeps until it closes
                     self.engine.dereg_mr(handle)
         self.handles = {}
 
 
 def _place(part: Part, tensors: Mapping[str, Any], params: Any) -> tuple[Any, int] | None:
     """Return the storage of a part's bytes, and where in it they begin; None if they have to be made."""
+    import torch
+
     if part.gathered or part.num_bytes or len(part.copies) != 1 or part.values or part.scales:
         return None
     origin, own = local(tensors[params[part.param][0]])
+    if type(own) not in (torch.Tensor, torch.nn.Parameter):
+        return None  # its storage may be none, or mean something else
     source = own[slices(part.start, part.size, origin)]
-    if not source.is_contiguous() or dtype_name(source.dtype) != part.copies[0][2]:
+    if (
+        not source.is_contiguous()
+        or source.is_neg()
+        or source.is_conj()
+        or dtype_name(source.dtype) != part.copies[0][2]
+    ):
         return None
     storage = source.untyped_storage()
     return storage, source.data_ptr() - storage.data_ptr()
