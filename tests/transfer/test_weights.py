@@ -142,6 +142,17 @@ def test_a_replica_that_fails_is_out_and_joins_again(make: Callable[..., Cluster
         cluster.controller.leave("replica 1")
 
 
+def test_a_trainer_lets_ranks_in_again_that_its_engine_has_shut_out(make: Callable[..., Cluster]) -> None:
+    """An engine shuts out a peer whose heartbeat it misses, in the same way."""
+    cluster = make()
+    cluster.source.set(1)
+    cluster.controller.update(1, DEADLINE_S)
+    cluster.own[0].fence(cluster.own[2].main_address()).wait(DEADLINE_S)
+    cluster.source.set(2)
+    assert cluster.controller.update(2, DEADLINE_S).committed == ["replica 0"]
+    assert cluster.versions() == [[2], [2]]
+
+
 def test_trainers_that_do_not_answer_are_named_and_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_controller, "GRACE_S", 0.5)
     goes_on = threading.Event()

@@ -7,13 +7,23 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-_FIELDS = {"digest": str, "version": int, "rank": int, "imm": int, "memory": list, "descs": list, "inbox": list}
+_FIELDS = {
+    "digest": str,
+    "version": int,
+    "rank": int,
+    "address": str,
+    "imm": int,
+    "memory": list,
+    "descs": list,
+    "inbox": list,
+}
 
 
 def make_offer(
     digest: str,
     version: int,
     rank: int,
+    address: bytes,
     imm: int,
     memory: Sequence[tuple[int, int]],
     descs: Sequence[bytes],
@@ -25,15 +35,23 @@ def make_offer(
         digest: The schedule's.
         version: The version that is expected.
         rank: The rollout rank.
+        address: How the trainer rank knows it.
         imm: The immediate that it counts.
         memory: For each memory of the schedule the descriptor, by its place, and the offset in it.
         descs: Descriptors, valid for this trainer rank alone.
         inbox: The version that the memory holds, the token of records, the descriptor by its place, and records (task,
             offset, length). Empty: no deltas.
     """
-    encoded = [base64.b64encode(desc).decode() for desc in descs]
-    fields = {"digest": digest, "version": version, "rank": rank, "imm": imm, "memory": list(memory), "descs": encoded}
-    fields["inbox"] = list(inbox)
+    fields = {
+        "digest": digest,
+        "version": version,
+        "rank": rank,
+        "address": base64.b64encode(address).decode(),
+        "imm": imm,
+        "memory": list(memory),
+        "descs": [base64.b64encode(desc).decode() for desc in descs],
+        "inbox": list(inbox),
+    }
     return json.dumps(fields).encode()
 
 
@@ -47,6 +65,7 @@ def read_offer(offer: bytes) -> dict[str, Any]:
         found = json.loads(offer)
         if not all(type(found[name]) is kind for name, kind in _FIELDS.items()):
             raise TypeError("a field of another type")
+        found["address"] = base64.b64decode(found["address"], validate=True)
         found["descs"] = [base64.b64decode(desc, validate=True) for desc in found["descs"]]
         found["memory"] = [(int(number), int(base)) for number, base in found["memory"]]
         if not all(0 <= number < len(found["descs"]) for number, _ in found["memory"]):

@@ -194,11 +194,13 @@ class Rollout:
         inboxes = self._inboxes()
         # Bytes that land from now on may be a part of the version only.
         self._base = None
+        own = self.engine.main_address().to_bytes()
         return {
             rank: make_offer(
                 self.schedule.digest,
                 version,
                 self.rank,
+                own,
                 imm,
                 self._places,
                 [desc.to_bytes() for desc in descs],

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from putget_transfer._native import Engine, MrDesc
+from putget_transfer._native import Engine, MrDesc, NetAddr
 from putget_transfer.weights._delta import Kept
 from putget_transfer.weights._deltas import Deltas
 from putget_transfer.weights._describe import dtype_name, is_dtensor
@@ -153,7 +153,8 @@ class Trainer:
                 that keeps nothing. Before any write.
             UpdateFailed: The deadline came, or other trainer ranks are missing, which are named.
         """
-        found = [self._place(offer, version) for offer in offers]
+        read = [self._read(offer, version) for offer in offers]
+        found = [_place(offer) for offer in read]
         places = [place for place, _ in found]
         if since is not None and (self._kept is None or since >= version):
             raise ValueError(f"since: {since} came for version {version}; an older one is needed, and `deltas=True`")
@@ -164,6 +165,8 @@ class Trainer:
         try:
             tensors = self._checked()
             self._measure(self._looks(tensors))
+            for offer in read:  # the engine has shut out a rank whose heartbeat it missed
+                self.engine.admit(NetAddr.from_bytes(offer["address"]))
             writer = Writer(self.engine, self.schedule, self.rank, places)
             self.version = version
             deltas = Deltas(self._kept, self.engine, since, {place[0]: delta for place, delta in found})
@@ -172,15 +175,13 @@ class Trainer:
         finally:
             self._busy.release()
 
-    def _place(self, offer: bytes, version: int) -> tuple[tuple[int, int, list[tuple[MrDesc, int]]], Delta | None]:
+    def _read(self, offer: bytes, version: int) -> dict[str, Any]:
         found = read_offer(offer)
         if found["digest"] != self.schedule.digest:
             raise ValueError(f"offers: schedule {found['digest']} came; this rank has {self.schedule.digest}")
         if found["version"] != version:
             raise ValueError(f"offers: version {found['version']} came; {version} is to be published")
-        descs = [MrDesc.from_bytes(desc) for desc in found["descs"]]
-        place = found["rank"], found["imm"], [(descs[number], base) for number, base in found["memory"]]
-        return place, Delta(found, descs) if found["inbox"] else None
+        return found
 
     def _publish(
         self, version: int, deadline_s: float, tensors: Mapping[str, Any], writer: Writer, deltas: Deltas
@@ -248,3 +249,10 @@ class Trainer:
     def metrics_text(self) -> str:
         """Return counts as text for Prometheus."""
         return metrics_text("trainer", self._totals)
+
+
+def _place(offer: dict[str, Any]) -> tuple[tuple[int, int, list[tuple[MrDesc, int]]], Delta | None]:
+    """Return where a rollout rank takes a version, for the writer and for deltas."""
+    descs = [MrDesc.from_bytes(desc) for desc in offer["descs"]]
+    place = offer["rank"], offer["imm"], [(descs[number], base) for number, base in offer["memory"]]
+    return place, Delta(offer, descs) if offer["inbox"] else None
