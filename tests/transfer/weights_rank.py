@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,13 +20,16 @@ from tests.project.checkout import ROOT
 from tests.transfer import weights_models as models
 
 HEARTBEAT_S = (0.1, 1.5)
+LOST_S = 30.0
+"""How long a trainer waits for a peer to be lost."""
 TASK_BYTES = 20_000
 
 
-def engine(network: str) -> pt.Engine:
+def engine(network: str, on_peer_event: Callable[[str, str | None], object] | None = None) -> pt.Engine:
     """Return an engine that notices lost peers quickly."""
     group = pt.DeviceGroup.host(1) if network == "host" else pt.DeviceGroup.tcp(["127.0.0.1"])
-    return pt.Engine.builder().group(group).heartbeat(*HEARTBEAT_S).connect_timeout(5.0).grace(0.3).build()
+    builder = pt.Engine.builder().group(group).heartbeat(*HEARTBEAT_S).connect_timeout(5.0).grace(0.3)
+    return (builder if on_peer_event is None else builder.on_peer_event(on_peer_event)).build()
 
 
 class Trainer:
@@ -35,7 +39,12 @@ class Trainer:
         self.rank, self.source, self.group = rank, models.Source(), None
         if ranks > 1:
             self._shard(ranks, file)
-        self.engine = engine(network)
+        self.lost = threading.Event()
+        self.engine = engine(network, self._heard)
+
+    def _heard(self, _peer: str, reason: str | None) -> None:
+        if reason is not None:
+            self.lost.set()
 
     def _shard(self, ranks: int, file: str) -> None:
         """Divide the model over ranks with FSDP2."""
@@ -65,6 +74,19 @@ class Trainer:
 
     def publish(self, *arguments: Any, **named: Any) -> weights.Report:
         return self.trainer.publish(*arguments, **named)
+
+    def lose(self, pid: int) -> None:
+        """Have the next `publish` stop a process of a rollout rank, and begin when its heartbeat is missed."""
+        publish = self.trainer.publish
+
+        def after_loss(*arguments: Any, **named: Any) -> weights.Report:
+            self.trainer.publish = publish  # type: ignore[method-assign]
+            self.lost.clear()
+            os.kill(pid, signal.SIGSTOP)
+            assert self.lost.wait(LOST_S)
+            return publish(*arguments, **named)
+
+        self.trainer.publish = after_loss  # type: ignore[method-assign]
 
     def stop_after(self, writes: int, number: int) -> None:
         """Have this process signal itself once, in front of a write."""

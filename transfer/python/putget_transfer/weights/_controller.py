@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as NoAnswer
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from putget_transfer.weights._model import UpdateFailed
+from putget_transfer.weights._offer import read_offer
 
 
 @dataclass
@@ -87,7 +87,8 @@ class Controller:
     def update(self, version: int, deadline_s: float, since: int | None = None) -> Update:
         """Bring a version from the trainers to all replicas.
 
-        A replica of which a rank fails is out, by name: the others commit, and it joins again with `join`.
+        A replica of which a rank fails is out, by name: the others commit, and it joins again with `join`. So is one
+        with a rank that a trainer could not write to (`Report.failed`), as soon as the trainer's report says so.
 
         Args:
             version: The version. The one in force has no effect.
@@ -116,6 +117,8 @@ class Controller:
 
 GRACE_S = 10.0
 """How long after the deadline all ranks of a stage may take to answer: the engine's own `grace` lies in it."""
+ABORT_S = 2.0
+"""How long ranks of replicas that are out may take to give a version up, before an update goes on without them."""
 
 
 class _Running:
@@ -130,6 +133,9 @@ class _Running:
         self.end = self.begin + deadline_s
         self.update = Update(version)
         self.blamed: list[str] = []
+        self.places: dict[int, tuple[str, int]] = {}
+        """Replica and number in it, by the rank of offers, which counts over all replicas."""
+        self.aborts: dict[str, list[Future[Any]]] = {}
 
     def left(self) -> float:
         return max(self.end - time.monotonic(), 0.0)
@@ -186,40 +192,66 @@ class _Running:
             raise UpdateFailed(f"version {self.update.version} has not begun: {text}", failed)
         return addresses
 
-    def _publish(self, addresses: Mapping[int, bytes]) -> dict[str, str]:
-        """Have all trainers write; return those that failed."""
+    def _expect(self, addresses: Mapping[int, bytes]) -> list[dict[int, bytes]]:
+        """Have all replicas expect the version; return the offers of each of their ranks."""
+        found: list[dict[int, bytes]] = []
         version = self.update.version
         expected = self._of_replicas(lambda rank: rank.expect(version, addresses, self.left()))
-        failed: dict[str, str] = {}
-        offers = [offers for replica in expected.values() for offers in replica]
+        for name, replica in expected.items():
+            try:
+                ranks = [read_offer(next(iter(offers.values())))["rank"] if offers else None for offers in replica]
+            except ValueError as error:
+                self._out(name, str(error))
+                continue
+            self.places.update((rank, (name, number)) for number, rank in enumerate(ranks) if rank is not None)
+            found += replica
+        return found
+
+    def _publish(self, addresses: Mapping[int, bytes]) -> dict[str, str]:
+        """Have all trainers write; return those that failed."""
+        offers = self._expect(addresses)
         if not any(offers):
-            return failed  # each has the version already, or nobody takes part
+            return {}  # each has the version already, or nobody takes part
         calls = {
-            number: self.pool.submit(
+            self.pool.submit(
                 trainer.publish,
-                version,
+                self.update.version,
                 self.left(),
                 offers=[one[number] for one in offers if number in one],
                 **self.options,
-            )
+            ): number
             for number, trainer in enumerate(self.owner.trainers)
         }
+        failed: dict[int, str] = {}
+        reports: dict[int, Any] = {}
         until = self._until()
-        for number, call in calls.items():
-            try:
-                self.update.trainers[number] = self._answer(call, until)
-            except Exception as error:
-                failed[f"trainer rank {number}"] = str(error)
-        return failed
+        waiting = set(calls)
+        while waiting:
+            done, waiting = wait(waiting, max(until - time.monotonic(), 0.0), FIRST_COMPLETED)
+            if not done:
+                done, waiting = waiting, set()
+            for call in done:
+                number = calls[call]
+                try:
+                    reports[number] = self._answer(call, until)
+                    self._unwritten(number, reports[number].failed)
+                except Exception as error:
+                    failed[number] = str(error)
+        self.update.trainers = dict(sorted(reports.items()))
+        return {f"trainer rank {number}": failed[number] for number in sorted(failed)}
+
+    def _unwritten(self, trainer: int, failed: Mapping[int, str]) -> None:
+        """Take replicas out that a trainer could not write to: their ranks do not become complete any more."""
+        for rank, reason in failed.items():
+            name, number = self.places[rank]
+            self._out(name, f"rank {number}: trainer rank {trainer} could not write to it: {reason}")
+        self._abort()  # other trainers need not go on writing to their ranks
 
     def _abort(self) -> None:
         """Have ranks of replicas that are out give the version up."""
-        out = [rank for name in self.update.failed for rank in self.owner.replicas[name]]
-        calls = self._all(lambda rank: rank.abort("its replica is out"), out)
-        until = self._until()
-        for call in calls:
-            with contextlib.suppress(Exception):
-                self._answer(call, until)  # a rank that is gone has nothing to give up
+        for name in self.update.failed:
+            if name not in self.aborts:
+                self.aborts[name] = self._all(lambda rank: rank.abort("its replica is out"), self.owner.replicas[name])
 
     def run(self) -> Update:
         version = self.update.version
@@ -234,9 +266,10 @@ class _Running:
 
         self._of_replicas(ready)
         self._of_replicas(lambda rank: rank.commit(version))
-        self._abort()
         self.update.committed = sorted(self._in())
         self.update.seconds = time.monotonic() - self.begin
+        self._abort()
+        wait([call for calls in self.aborts.values() for call in calls], ABORT_S)
         if not self.update.committed:
             names = [*failed, *self.blamed] or sorted(self.update.failed)
             words = {**failed, **self.update.failed}

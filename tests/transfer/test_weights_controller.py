@@ -1,0 +1,154 @@
+"""Replicas that a trainer could not write to: they are out at once, and the others commit."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip(
+    "putget_transfer._native", reason="putget_transfer is not built: it needs cargo (see `make transfer`)"
+)
+from putget_transfer import weights
+from putget_transfer.weights._offer import make_offer, read_offer
+from tests.transfer.weights_cluster import DEADLINE_S, Cluster
+
+LONG_S = 60.0
+"""A deadline that nobody waits for."""
+REASON = "its heartbeat was missed"
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Cluster]]:
+    made: list[Cluster] = []
+
+    def build(**options: Any) -> Cluster:
+        made.append(Cluster(**options))
+        return made[-1]
+
+    yield build
+    for cluster in made:
+        cluster.close()
+
+
+def refuse(trainer: Any, lost: set[int]) -> None:
+    """Have a trainer write nothing to some rollout ranks, and report them."""
+    publish = trainer.publish
+
+    def without(*arguments: Any, offers: list[bytes], **named: Any) -> weights.Report:
+        kept = [offer for offer in offers if read_offer(offer)["rank"] not in lost]
+        report: weights.Report = publish(*arguments, offers=kept, **named)
+        report.failed.update(dict.fromkeys(lost, REASON))
+        return report
+
+    trainer.publish = without
+
+
+def test_a_rank_that_a_trainer_could_not_write_to_takes_its_replica_out_at_once(make: Callable[..., Cluster]) -> None:
+    cluster = make(replicas=2)
+    refuse(cluster.trainer, {3})
+    cluster.source.set(1)
+    begun = time.monotonic()
+    update = cluster.controller.update(1, LONG_S)
+    assert time.monotonic() - begun < LONG_S / 4
+    assert update.committed == ["replica 0"]
+    assert update.failed == {"replica 1": f"rank 1: trainer rank 0 could not write to it: {REASON}"}
+    assert cluster.versions() == [[1], [1], [0], [0]]
+    # Both ranks of the replica have given the version up, also the one that has all of it.
+    assert [rollout.landing for rollout in cluster.rollouts] == [None] * 4
+    assert list(cluster.controller.replicas) == ["replica 0"]
+    del cluster.trainer.publish
+    cluster.controller.join("replica 1", cluster.rollouts[2:])
+    cluster.source.set(2)
+    assert cluster.controller.update(2, DEADLINE_S).committed == ["replica 0", "replica 1"]
+    assert cluster.versions() == [[2]] * 4
+
+
+def test_without_a_replica_left_the_reasons_are_told_at_once(make: Callable[..., Cluster]) -> None:
+    cluster = make(replicas=2)
+    refuse(cluster.trainer, {0, 3})
+    cluster.source.set(1)
+    begun = time.monotonic()
+    with pytest.raises(weights.UpdateFailed) as failed:
+        cluster.controller.update(1, LONG_S)
+    assert time.monotonic() - begun < LONG_S / 4
+    assert failed.value.missing == ["replica 0", "replica 1"]
+    words = "trainer rank 0 could not write to it"
+    reasons = f"replica 0: rank 0: {words}: {REASON}; replica 1: rank 1: {words}: {REASON}"
+    assert str(failed.value) == f"version 1 is in force nowhere: {reasons}"
+    assert cluster.versions() == [[0]] * 4
+    del cluster.trainer.publish
+    cluster.source.set(2)
+    assert cluster.controller.update(2, DEADLINE_S).committed == ["replica 0", "replica 1"]
+
+
+class Source:
+    """A trainer rank without parameters, which reports some ranks, after an event if there is one."""
+
+    def __init__(self, failed: dict[int, str], after: threading.Event | None = None) -> None:
+        self.failed, self.after = failed, after
+
+    def address(self) -> bytes:
+        return b""
+
+    def publish(self, version: int, _deadline_s: float, *, offers: list[bytes]) -> weights.Report:
+        assert offers
+        assert self.after is None or self.after.wait(DEADLINE_S)
+        return weights.Report(version, 0, failed=self.failed)
+
+
+class Target:
+    """A rollout rank without slots."""
+
+    version = 0
+
+    def __init__(self, rank: int, offer: bytes | None = None) -> None:
+        self.offer = make_offer("", 1, rank, b"", 0, [], []) if offer is None else offer
+        self.aborted = threading.Event()
+
+    def expect(self, _version: int, trainers: dict[int, bytes], _deadline_s: float) -> dict[int, bytes]:
+        return dict.fromkeys(trainers, self.offer)
+
+    def ready(self, _timeout_s: float) -> bool:
+        return True
+
+    def commit(self, version: int) -> None:
+        self.version = version
+
+    def abort(self, _reason: str) -> None:
+        self.aborted.set()
+
+
+def test_a_replica_gives_up_while_other_trainers_still_write() -> None:
+    serving, lost = Target(0), Target(1)
+    sources = [Source({}, after=lost.aborted), Source({1: REASON})]
+    controller = weights.Controller(sources, {"serving": [serving], "lost": [lost]})
+    begun = time.monotonic()
+    update = controller.update(1, LONG_S)
+    assert time.monotonic() - begun < LONG_S / 4
+    assert update.failed == {"lost": f"rank 0: trainer rank 1 could not write to it: {REASON}"}
+    assert (update.committed, list(update.trainers)) == (["serving"], [0, 1])
+    assert (serving.version, lost.version) == (1, 0)
+
+
+def test_an_update_does_not_wait_for_a_rank_that_gives_up_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    serving, lost, goes_on = Target(0), Target(1), threading.Event()
+    monkeypatch.setattr(lost, "abort", lambda _reason: goes_on.wait(LONG_S))
+    controller = weights.Controller([Source({1: REASON})], {"serving": [serving], "lost": [lost]})
+    begun = time.monotonic()
+    try:
+        assert controller.update(1, LONG_S).committed == ["serving"]
+    finally:
+        goes_on.set()
+    assert time.monotonic() - begun < LONG_S / 4
+
+
+def test_a_replica_without_a_sound_offer_is_out() -> None:
+    serving, wrong = Target(0), Target(1, offer=b"{}")
+    controller = weights.Controller([Source({})], {"serving": [serving], "wrong": [wrong]})
+    update = controller.update(1, DEADLINE_S)
+    assert update.committed == ["serving"]
+    assert "2 bytes came that are no offer" in update.failed["wrong"]
