@@ -64,7 +64,7 @@ class Sources:
         """End the registrations, when nothing is written any more."""
         for handle in self.handles.values():
             if handle is not None:
-                with suppress(ValueError, EngineError):  # what the engine still has, it keeps until it closes
+                with suppress(ValueError, EngineError):  # the engine keeps what is still in use until it closes
                     self.engine.dereg_mr(handle)
         self.handles = {}
 
