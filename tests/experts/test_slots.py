@@ -114,6 +114,56 @@ def test_a_store_keeps_the_version_of_what_it_saved() -> None:
     assert [slots.in_force(0, slot) for slot in (0, 1)] == [SlotState(3, 5), SlotState(3, 4)]
 
 
+def landing_of(slots: ExpertSlots) -> Landing:
+    (comm,) = putget.Communicator.local(1)
+    return Landing(comm, slots.layers, device="cpu", timeout_s=20.0, slots=slots)
+
+
+def test_slots_stay_with_a_balancer_while_ranks_are_left_out() -> None:
+    """Until all of it is over, and whether it ends well or not."""
+    slots = slots_of([[3, 0]])
+    with landing_of(slots) as landing:
+        assert landing.hold_slots() is None
+        with landing.moving():
+            landing.set_active_ranks([True])
+            assert slots.mover == "a balancer's moves"
+            assert slots.moved == 0
+        assert (slots.mover, slots.moved) == (None, 1)
+        assert landing.hold_slots() is None
+        landing.release_slots()
+        assert (slots.mover, slots.moved) == (None, 1)
+        assert landing.hold_slots() is None
+        with pytest.raises(KeyError), landing.moving():
+            raise KeyError
+        assert (slots.mover, slots.moved) == (None, 2)
+
+
+def test_slots_come_back_from_a_landing_that_fails_or_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = slots_of([[3, 0]])
+    landing = landing_of(slots)
+    assert landing.hold_slots() is None
+
+    def fails(_: Any) -> None:
+        raise putget.PutgetError("rank 1 did not come")
+
+    monkeypatch.setattr(landing._workspace, "set_active_ranks", fails)
+    with pytest.raises(putget.PutgetError, match="did not come"):
+        landing.set_active_ranks([True])
+    landing.close()
+    assert slots.mover is None
+    landing = landing_of(slots)
+    assert landing.hold_slots() is None
+    with pytest.warns(ResourceWarning, match="dropped without close"):
+        del landing
+    assert slots.mover is None
+
+
+@pytest.mark.parametrize("expert", [-2, 1.9, True, None])
+def test_an_expert_is_a_number_or_none(expert: Any) -> None:
+    with pytest.raises(ValueError, match="experts"):
+        slots_of([[0, expert]])
+
+
 def move_beside_an_update(rank: Rank) -> list[Any]:
     """A body: experts 0 and 1 are on rank 0, 2 and 3 on rank 1. Rank 0 is in an update when expert 0 shall move."""
     first = 2 * rank.rank

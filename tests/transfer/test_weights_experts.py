@@ -59,7 +59,7 @@ class Server:
 
         self.source = {name: torch.zeros(8) for name in names}
         params = weights.describe(self.source, rank=0)
-        recorded = weights.record({"w": self.w}, params, load=load)
+        self.recorded = recorded = weights.record({"w": self.w}, params, load=load, experts=self.slots)
         self.schedule = weights.plan(params, [recorded])
         options: Any = {"commit": self.commit, "experts": self.slots}
         self.rollout = weights.Rollout(self.engine(), recorded, self.schedule, 0, **options)
@@ -157,6 +157,25 @@ def moves_first(rank: Rank, commit: str) -> None:
     server.close()
 
 
+def moves_behind_the_record(rank: Rank, commit: str) -> None:
+    """A body: experts move between the record and the rollout."""
+    server = Server(rank, commit)
+    recorded, schedule = server.recorded, server.schedule
+    assert server.landing.post(MOVES)
+    server.take_batch()
+    options: Any = {"commit": commit, "experts": server.slots}
+    server.rollout = weights.Rollout(server.engine(), recorded, schedule, 0, **options)
+    server.new_trainer()
+    assert "experts have moved since its slots were recorded" in server.refusal(2)
+    recorded.moved = None
+    with pytest.raises(ValueError, match="recorded without them"):
+        weights.Rollout(server.engine(), recorded, schedule, 0, **options)
+    server.record()
+    server.update(2)
+    server.require_whole(2)
+    server.close()
+
+
 def trainer_dies(rank: Rank, commit: str) -> None:
     """A body: the trainer of each rank dies behind the offers. Then an expert moves, and an update comes."""
     server = Server(rank, commit)
@@ -185,6 +204,6 @@ def trainer_dies(rank: Rank, commit: str) -> None:
 
 
 @pytest.mark.parametrize("commit", ["swap", "paused"])
-@pytest.mark.parametrize("body", [update_first, moves_first, trainer_dies])
+@pytest.mark.parametrize("body", [update_first, moves_first, moves_behind_the_record, trainer_dies])
 def test_no_two_movers_write_a_slot(body: Callable[[Rank, str], None], commit: str) -> None:
     run_ranks(2, body, commit)

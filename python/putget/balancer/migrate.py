@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,6 +154,7 @@ class Landing:
         self._workspace = Workspace(comm, num_bytes, self._device, timeout_s=timeout_s, warmup_timeout_s=timeout_s)
         self._gathering = gathering
         self._slots, self._has_slots, self._moves = slots, False, False
+        self._keeps_slots = self._is_closed = False
         own = torch.zeros(1, dtype=torch.int32, device=self._device) if gathering is None else gathering.landed
         self._landed: torch.Tensor = own
         self._native: ctypes.c_void_p | None = None
@@ -263,11 +265,8 @@ class Landing:
             self._moves = self._moves or bool(moves)
         return bool(posted.value)
 
-    def hold_slots(self, *, moves: bool = False) -> str | None:
+    def hold_slots(self) -> str | None:
         """Takes the slots, until `progress` finds that no batch is under way.
-
-        Args:
-            moves: whether slots get other experts meanwhile.
 
         Returns:
             None: this object has them, or was made without `slots`. Otherwise the mover that has them.
@@ -276,8 +275,22 @@ class Landing:
             return None
         other = self._slots.take(MOVES)
         self._has_slots = other is None
-        self._moves = self._moves or (moves and self._has_slots)
         return other
+
+    @contextlib.contextmanager
+    def moving(self) -> Iterator[None]:
+        """Keeps slots that `hold_slots` has taken until the end, whatever `progress` finds: they get other experts."""
+        self._keeps_slots = self._moves = self._slots is not None and self._has_slots
+        try:
+            yield
+        finally:
+            self._keeps_slots = False
+            self._give_slots_back()
+
+    def release_slots(self) -> None:
+        """Gives slots back that `hold_slots` has taken, if no batch is under way."""
+        if self._native is not None:
+            self.progress()
 
     def _give_slots_back(self) -> None:
         if self._slots is not None and self._has_slots:
@@ -393,7 +406,7 @@ class Landing:
                 f"rank {self._comm.rank}: the bytes of arrival {found.wrong - 1} differ from those that were sent; "
                 "no batch from this one on is taken on any rank"
             )
-        if found.agreed == self._batch:
+        if found.agreed == self._batch and not self._keeps_slots:
             self._give_slots_back()
         return LandingProgress(found.batch, found.put, found.taken, found.agreed, found.written, found.gathered)
 
@@ -428,12 +441,15 @@ class Landing:
 
     def close(self) -> None:
         """Frees the object. Needs no peer. Idempotent."""
-        if self._native is None:
+        if self._is_closed:
             return
-        self._comm.synchronize(self._device)
-        self._destroy()
-        self._give_slots_back()
-        self._workspace.close()
+        self._is_closed = True
+        try:
+            self._comm.synchronize(self._device)
+        finally:
+            self._destroy()
+            self._give_slots_back()
+            self._workspace.close()
 
     def _require_open(self) -> ctypes.c_void_p:
         self._comm.require_own("Landing")
@@ -456,6 +472,7 @@ class Landing:
         if getattr(self, "_native", None) and self._comm.is_own:
             warnings.warn("a Landing was dropped without close()", ResourceWarning, stacklevel=1, source=self)
             self._destroy()
+            self._give_slots_back()
 
 
 def _checked_layers(layers: Any, device: torch.device) -> list[ExpertBlobs]:

@@ -385,6 +385,14 @@ class Balancer:
         if back:
             raise ValueError(f"mask brings rank {back[0]} back, which has no placement any more: make a new Balancer")
         self._hold_all_slots(members)
+        with self._landing.moving():
+            self._go_on_among(members)
+        if self._slots is not None and len(versions := self._slots.versions()) > 1:
+            text = "rank %d: experts of versions %s are in force together: the host store was saved before an update"
+            logger.warning(text, self._comm.rank, versions)
+
+    def _go_on_among(self, members: list[bool]) -> None:
+        """Leaves ranks out, and brings what they had to the others."""
         posted, batch = self._posted, self._landing.batch
         agreed = self._landing.set_active_ranks(members)
         self._active = members
@@ -409,18 +417,20 @@ class Balancer:
             self._landing.write_table(number, layer.table_of(here, number))
         self._tell_layers(range(len(self._layers)))
         self._aim_at(target)
-        if self._slots is not None and len(versions := self._slots.versions()) > 1:
-            text = "rank %d: experts of versions %s are in force together: the host store was saved before an update"
-            logger.warning(text, self._comm.rank, versions)
 
     def _hold_all_slots(self, members: Sequence[bool]) -> None:
         """Takes the slots on all members, or raises PutgetError on all."""
         if self._slots is None:
             return
         ranks = [rank for rank, is_member in enumerate(members) if is_member]
-        said = said_by_all(self._comm, "slots", self._landing.hold_slots(moves=True), ranks, self._timeout_s)
+        try:
+            said = said_by_all(self._comm, "slots", self._landing.hold_slots(), ranks, self._timeout_s)
+        except BaseException:
+            self._landing.release_slots()
+            raise
         for rank, mover in said.items():
             if mover is not None:
+                self._landing.release_slots()
                 raise PutgetError(f"rank {rank}: {mover} has the slots: abort it, then call set_active_ranks again")
 
     def _agree_on_history(self, members: Sequence[bool]) -> None:

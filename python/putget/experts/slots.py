@@ -54,7 +54,10 @@ class ExpertSlots:
 
     def __init__(self, layers: Sequence[ExpertBlobs], experts: Sequence[Sequence[int]], *, version: int = 0) -> None:
         found = [as_kind(f"layers[{index}]", one, ExpertBlobs) for index, one in enumerate(as_list("layers", layers))]
-        held = [[int(expert) for expert in one] for one in as_list("experts", experts)]
+        held = [
+            [as_count(f"experts[{index}]", expert, -1, (1 << 31) - 1) for expert in as_list(f"experts[{index}]", one)]
+            for index, one in enumerate(as_list("experts", experts))
+        ]
         as_count("version", version, 0, (1 << 63) - 1)
         sizes = [blobs.num_slots for blobs in found]
         if not found or [len(one) for one in held] != sizes:
@@ -88,9 +91,10 @@ class ExpertSlots:
             None: they are the mover's. Otherwise the mover that has them; nothing has happened.
         """
         with self._lock:
-            if self._mover is None:
-                self._mover = mover
-            return None if self._mover == mover else self._mover
+            holder = self._mover  # read once: it may be given back meanwhile
+            if holder is None:
+                self._mover = holder = mover
+            return None if holder == mover else holder
 
     def put_in_force(self, mover: str, version: int | None) -> None:
         """Says that all slots hold a version. Returns when the current stream's work is done.

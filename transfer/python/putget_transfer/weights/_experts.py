@@ -25,10 +25,19 @@ class ExpertSlots(Protocol):
 class Held:
     """The slots of experts of one rollout rank, as its updates take them. Without experts that move it does nothing."""
 
-    def __init__(self, experts: ExpertSlots | None, rank: int) -> None:
+    def __init__(self, experts: ExpertSlots | None, rank: int, recorded: int | None) -> None:
+        """Begin with what `experts.moved` was when the slots were recorded.
+
+        Raises:
+            ValueError: They were recorded without `experts`.
+        """
+        if experts is not None and recorded is None:
+            raise ValueError(
+                "experts: slots were recorded without them, so moves since then are not known: give record"
+            )
         self._experts, self._rank = experts, rank
         self._mover = f"an update of weights, rollout rank {rank}"
-        self._moved = 0 if experts is None else experts.moved
+        self._moved = recorded
         self._has = False
 
     def take(self, version: int) -> None:

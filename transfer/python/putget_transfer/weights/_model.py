@@ -87,9 +87,18 @@ class Slots(Sequence[Slot]):
     Attributes:
         memory: Name and bytes of each memory.
         tensors: The memory itself, as flat tensors of bytes; it stays behind when slots are pickled.
+        moved: How often the slots of experts had got other ones when these were recorded; None: nobody has looked.
     """
 
-    def __init__(self, slots: Sequence[Slot], memory: Sequence[tuple[str, int]], tensors: Sequence[Any] = ()) -> None:
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        memory: Sequence[tuple[str, int]],
+        tensors: Sequence[Any] = (),
+        *,
+        moved: int | None = None,
+    ) -> None:
+        self.moved = moved
         self._slots, self.memory, self.tensors = list(slots), list(memory), list(tensors)
 
     def __getitem__(self, at: Any) -> Any:
@@ -99,7 +108,7 @@ class Slots(Sequence[Slot]):
         return len(self._slots)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_slots": self._slots, "memory": self.memory, "tensors": []}
+        return {"_slots": self._slots, "memory": self.memory, "tensors": [], "moved": self.moved}
 
 
 def _joined(one: Layout, other: Layout) -> Layout:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from putget_transfer.weights._describe import dtype_name
+from putget_transfer.weights._experts import ExpertSlots
 from putget_transfer.weights._model import Param, Slot, Slots, tensors_of
 from putget_transfer.weights._quantise import BLOCK
 from putget_transfer.weights._views import Located, compose, locate
@@ -230,6 +231,7 @@ def record(
     *,
     load: Callable[[Iterable[tuple[str, Any]]], object] | None = None,
     ignored: Collection[str] = (),
+    experts: ExpertSlots | None = None,
 ) -> Slots:
     """Record where a rollout rank's model wants the parts of a checkpoint.
 
@@ -243,10 +245,13 @@ def record(
         entries: The checkpoint's tensors (`checkpoint`), or the trainers' parameters where these are the same.
         load: The loader, which takes pairs of name and tensor; the model's `load_weights`, or by name.
         ignored: Parameters and buffers of the model that no checkpoint has.
+        experts: Slots of experts that a balancer writes, too, as for `Rollout`, which refuses versions after experts
+            have moved since this call.
 
     Raises:
         ValueError: Parameters that are not loaded, or not by copying; they are named.
     """
+    moved = None if experts is None else experts.moved
     known = [entry if isinstance(entry, Entry) else checkpoint([entry])[0] for entry in entries]
     memory = _Memory(model)
     recorder = _Recorder(memory)
@@ -270,7 +275,9 @@ def record(
     used = sorted({slot.memory for slot in recorder.slots})
     numbers = {number: place for place, number in enumerate(used)}
     slots = [Slot(**{**vars(slot), "memory": numbers[slot.memory]}) for slot in _last(recorder.slots)]
-    return Slots(slots, [memory.memory[number] for number in used], [memory.tensors[number] for number in used])
+    return Slots(
+        slots, [memory.memory[number] for number in used], [memory.tensors[number] for number in used], moved=moved
+    )
 
 
 def _last(slots: Sequence[Slot]) -> list[Slot]:

@@ -83,7 +83,7 @@ class Rollout:
         _compared(slots, schedule, rank)
         self.engine, self.slots, self.schedule, self.rank = engine, slots, schedule, rank
         self.mode, self._own_move = commit, move
-        self._held = Held(experts, rank)
+        self._held = Held(experts, rank, slots.moved)
         self.version = 0
         self._torn = False
         self._attempt: _Attempt | None = None
