@@ -230,12 +230,8 @@ def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",") if part]
 
 
-def main() -> None:
-    """Measures, prints a line for each implementation, and writes the JSON."""
-    parser = argparse.ArgumentParser(description="A decode step of Qwen3-30B-A3B's shape")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--batches", type=numbers, default=[1, 8, 32, 128, 512])
-    parser.add_argument("--shown", type=numbers, default=[1, 32, 512], help="batches whose kernels are shown by kind")
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """Adds the model's sizes, which are Qwen3-30B-A3B's."""
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--hidden_size", type=int, default=2048)
@@ -244,6 +240,15 @@ def main() -> None:
     parser.add_argument("--num_experts", type=int, default=128)
     parser.add_argument("--top_k", type=int, default=8)
     parser.add_argument("--vocab_size", type=int, default=151936)
+
+
+def main() -> None:
+    """Measures, prints a line for each implementation, and writes the JSON."""
+    parser = argparse.ArgumentParser(description="A decode step of Qwen3-30B-A3B's shape")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--batches", type=numbers, default=[1, 8, 32, 128, 512])
+    parser.add_argument("--shown", type=numbers, default=[1, 32, 512], help="batches whose kernels are shown by kind")
+    add_sizes(parser)
     parser.add_argument("--most_batched", type=int, default=32, help="batched_mm copies the weights of each choice")
     parser.add_argument("--output_file", type=Path)
     given = parser.parse_args()
