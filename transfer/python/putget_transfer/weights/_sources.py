@@ -18,8 +18,8 @@ over nvlink."""
 class Sources:
     """The memory of a rank's parameters, registered for one version.
 
-    A trainer may move or free its parameters between versions, so no registration outlives one. Each is looked at when
-    its task begins, while earlier ones are written.
+    A trainer may move or free its parameters between versions, so no registration outlives one. All are looked at before
+    the first write: Python's work between writes costs more, because the ends of earlier ones take its lock in between.
     """
 
     def __init__(
@@ -31,10 +31,14 @@ class Sources:
         self.host_too = "nvlink" not in providers
         # By device, address and length: storages may begin at one address. None: it cannot be registered.
         self.handles: dict[tuple[Any, int, int], MrHandle | None] = {}
+        self.places = [self._places(number) for number in range(len(self.works))]
 
     def of(self, number: int) -> list[tuple[MrHandle, int]] | None:
         """Return handle and offset of each item of a task, if all lie ready; None: it is prepared."""
-        parts = self.works[number].parts if self.works else []
+        return self.places[number] if self.places else None
+
+    def _places(self, number: int) -> list[tuple[MrHandle, int]] | None:
+        parts = self.works[number].parts
         if not parts or len(parts) != len(self.tasks[number].items):
             return None
         places = []
@@ -66,7 +70,7 @@ class Sources:
             if handle is not None:
                 with suppress(ValueError, EngineError):  # the engine keeps what is still in use until it closes
                     self.engine.dereg_mr(handle)
-        self.handles = {}
+        self.handles, self.places = {}, []
 
 
 def _place(part: Part, tensors: Mapping[str, Any], params: Any) -> tuple[Any, int] | None:
