@@ -53,6 +53,15 @@ def test_of_many_threads_one_gets_the_slots() -> None:
         slots.give_back(slots.mover)
 
 
+def test_two_movers_of_one_name_are_two() -> None:
+    slots = slots_of([[0, 1]])
+    with landing_of(slots) as one, landing_of(slots) as other:
+        assert one.hold_slots() is None
+        assert other.hold_slots() == "a balancer's moves"
+        one.progress()
+        assert other.hold_slots() is None
+
+
 def test_a_mover_without_the_slots_changes_nothing() -> None:
     slots = slots_of([[3, 0]], version=4)
     for holder in (None, "moves"):

@@ -17,7 +17,7 @@ from putget.balancer.gathering import LandingTables, LoadGathering
 from putget.errors import PutgetError
 from putget.experts.blobs import ExpertBlobs
 from putget.experts.movers import MOST_SMS, require_one_domain
-from putget.experts.slots import MOVES, ExpertSlots
+from putget.experts.slots import MOVES, ExpertSlots, Mover
 from putget.group.communicator import Communicator, collective
 from putget.memory.workspace import Workspace, current_stream, resolve_device
 
@@ -154,6 +154,7 @@ class Landing:
         self._workspace = Workspace(comm, num_bytes, self._device, timeout_s=timeout_s, warmup_timeout_s=timeout_s)
         self._gathering = gathering
         self._slots, self._has_slots, self._moves = slots, False, False
+        self._as_mover = Mover(MOVES)
         self._keeps_slots = self._is_closed = False
         own = torch.zeros(1, dtype=torch.int32, device=self._device) if gathering is None else gathering.landed
         self._landed: torch.Tensor = own
@@ -273,7 +274,7 @@ class Landing:
         """
         if self._slots is None:
             return None
-        other = self._slots.take(MOVES)
+        other = self._slots.take(self._as_mover)
         self._has_slots = other is None
         return other
 
@@ -295,7 +296,7 @@ class Landing:
     def _give_slots_back(self) -> None:
         if self._slots is not None and self._has_slots:
             self._has_slots = False
-            self._slots.give_back(MOVES, moved=self._moves)
+            self._slots.give_back(self._as_mover, moved=self._moves)
             self._moves = False
 
     def _check_moves(self, moves: Sequence[Move]) -> None:

@@ -12,8 +12,18 @@ from putget._arguments import as_count, as_kind, as_list, shown
 from putget.experts.blobs import ExpertBlobs
 
 MOVES = "a balancer's moves"
-"""The mover that a `Landing` is."""
+"""The name of a `Mover` that a `Landing` is."""
 _TAG = "putget: expert and version"
+
+
+class Mover:
+    """Somebody who writes slots. Two of one name are two."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __str__(self) -> str:
+        return self._name
 
 
 class SlotState(NamedTuple):
@@ -68,35 +78,35 @@ class ExpertSlots:
         ]
         self.layers = tuple(blobs.with_tensor(_TAG, tag) for blobs, tag in zip(found, self._tags, strict=True))
         self._lock = threading.Lock()
-        self._mover: str | None = None
+        self._mover: object | None = None
         self._moved = 0
 
     @property
     def mover(self) -> str | None:
-        """The mover that has the slots; None: no mover has them."""
-        return self._mover
+        """The name of the mover that has the slots; None: no mover has them."""
+        return _name(self._mover)
 
     @property
     def moved(self) -> int:
         """How often a mover has given the slots back with other experts in them, on this rank or another one."""
         return self._moved
 
-    def take(self, mover: str) -> str | None:
+    def take(self, mover: object) -> str | None:
         """Takes all slots for a mover. A mover that has them keeps them.
 
         Args:
-            mover: its name, for errors.
+            mover: a `Mover`, or another object whose ``str`` is its name for errors. Movers that are equal are one.
 
         Returns:
-            None: they are the mover's. Otherwise the mover that has them; nothing has happened.
+            None: they are the mover's. Otherwise the name of the mover that has them; nothing has happened.
         """
         with self._lock:
             holder = self._mover  # read once: it may be given back meanwhile
             if holder is None:
                 self._mover = holder = mover
-            return None if holder == mover else holder
+            return None if holder == mover else _name(holder)
 
-    def put_in_force(self, mover: str, version: int | None) -> None:
+    def put_in_force(self, mover: object, version: int | None) -> None:
         """Says that all slots hold a version. Returns when the current stream's work is done.
 
         Args:
@@ -114,7 +124,7 @@ class ExpertSlots:
         if device.type == "cuda":  # the next mover's stream or thread may be another one
             torch.cuda.current_stream(device).synchronize()
 
-    def give_back(self, mover: str, *, moved: bool = False) -> None:
+    def give_back(self, mover: object, *, moved: bool = False) -> None:
         """Ends what `take` began.
 
         Args:
@@ -129,9 +139,10 @@ class ExpertSlots:
         self._moved += moved
         self._mover = None
 
-    def _require(self, call: str, mover: str) -> None:
-        if self._mover is None or self._mover != mover:
-            raise ValueError(f"{call}: {shown(mover)} came; {shown(self._mover)} has the slots")
+    def _require(self, call: str, mover: object) -> None:
+        holder = self._mover
+        if holder is None or holder != mover:
+            raise ValueError(f"{call}: {shown(_name(mover))} came; {shown(_name(holder))} has the slots")
 
     def in_force(self, layer: int, slot: int) -> SlotState:
         """The expert and version of a slot. On CUDA the call waits for the current stream.
@@ -158,6 +169,10 @@ class ExpertSlots:
         """
         as_count("layer", layer, 0, len(self._tags) - 1)
         return [int(expert) for expert in self._tags[layer][:, 0].tolist()]
+
+
+def _name(mover: object | None) -> str | None:
+    return None if mover is None else str(mover)
 
 
 def tagged(slots: ExpertSlots, layers: Sequence[ExpertBlobs]) -> list[ExpertBlobs]:

@@ -12,13 +12,13 @@ class ExpertSlots(Protocol):
     def moved(self) -> int:
         """How often slots have got other experts."""
 
-    def take(self, mover: str) -> str | None:
-        """Give all slots to a mover, and return None; or return the name of the mover that has them."""
+    def take(self, mover: object) -> str | None:
+        """Give all slots to a mover, whose `str` is its name, and return None; or the name of the one that has them."""
 
-    def put_in_force(self, mover: str, version: int | None) -> None:
+    def put_in_force(self, mover: object, version: int | None) -> None:
         """Note the version that all slots hold; None while they are being written, and after an update that failed."""
 
-    def give_back(self, mover: str) -> None:
+    def give_back(self, mover: object) -> None:
         """End what `take` began."""
 
 
@@ -36,9 +36,11 @@ class Held:
                 "experts: slots were recorded without them, so moves since then are not known: give record"
             )
         self._experts, self._rank = experts, rank
-        self._mover = f"an update of weights, rollout rank {rank}"
         self._moved = recorded
         self._has = False
+
+    def __str__(self) -> str:
+        return f"an update of weights, rollout rank {self._rank}"
 
     def take(self, version: int) -> None:
         """Take the slots.
@@ -48,7 +50,7 @@ class Held:
         """
         if self._experts is None:
             return
-        other = self._experts.take(self._mover)
+        other = self._experts.take(self)
         refused = f"version: {version} came for rollout rank {self._rank}, but"
         if other is not None:
             raise ValueError(f"{refused} {other} has the slots of its experts: wait until they lie still")
@@ -60,10 +62,10 @@ class Held:
     def put_in_force(self, version: int | None) -> None:
         """Say which version the slots hold; None while they are being written."""
         if self._experts is not None and self._has:
-            self._experts.put_in_force(self._mover, version)
+            self._experts.put_in_force(self, version)
 
     def give_back(self) -> None:
         """Let other movers have the slots."""
         if self._experts is not None and self._has:
             self._has = False
-            self._experts.give_back(self._mover)
+            self._experts.give_back(self)
