@@ -167,6 +167,41 @@ def test_slots_come_back_from_a_landing_that_fails_or_is_dropped(monkeypatch: py
     assert slots.mover is None
 
 
+def test_slots_stay_while_a_batch_is_open_that_may_still_be_taken() -> None:
+    slots = slots_of([[3, 0]])
+    with landing_of(slots) as landing:
+        assert landing.hold_slots() is None
+        assert landing.post([])
+        with pytest.raises(KeyError), landing.moving():
+            raise KeyError
+        assert slots.mover == "a balancer's moves"
+        landing.release_slots()
+        assert slots.mover == "a balancer's moves"
+        while landing.progress().agreed != 1:
+            landing.move()
+            landing.take(landing.landed)
+        assert (slots.mover, slots.moved) == (None, 1)
+
+
+def test_slots_come_back_from_a_landing_that_failed_and_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = slots_of([[3, 0]])
+    landing = landing_of(slots)
+    assert landing.hold_slots() is None
+
+    def fails() -> None:
+        raise putget.PutgetError("rank 1 did not come")
+
+    monkeypatch.setattr(landing, "_start", fails)
+    with pytest.raises(putget.PutgetError, match="did not come"), landing.moving():
+        landing.set_active_ranks([True])
+    monkeypatch.undo()
+    assert slots.mover is None
+    assert landing.hold_slots() is None
+    with pytest.warns(ResourceWarning, match="dropped without close"):
+        del landing
+    assert slots.mover is None
+
+
 @pytest.mark.parametrize("expert", [-2, 1.9, True, None])
 def test_an_expert_is_a_number_or_none(expert: Any) -> None:
     with pytest.raises(ValueError, match="experts"):

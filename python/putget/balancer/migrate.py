@@ -162,6 +162,7 @@ class Landing:
         try:
             self._start()
         except BaseException:
+            self._is_closed = True
             self._workspace.close()
             raise
 
@@ -280,18 +281,21 @@ class Landing:
 
     @contextlib.contextmanager
     def moving(self) -> Iterator[None]:
-        """Keeps slots that `hold_slots` has taken until the end, whatever `progress` finds: they get other experts."""
+        """Keeps slots that `hold_slots` has taken until the end, whatever `progress` finds: they get other experts.
+
+        If a batch is under way at the end, they stay until it has been taken.
+        """
         self._keeps_slots = self._moves = self._slots is not None and self._has_slots
         try:
             yield
         finally:
             self._keeps_slots = False
-            self._give_slots_back()
+            self.release_slots()
 
     def release_slots(self) -> None:
         """Gives slots back that `hold_slots` has taken, if no batch is under way."""
-        if self._native is not None:
-            self.progress()
+        if self._native is None or self._found().agreed == self._batch:
+            self._give_slots_back()
 
     def _give_slots_back(self) -> None:
         if self._slots is not None and self._has_slots:
@@ -400,8 +404,7 @@ class Landing:
             PutgetError: What came differs from what was sent, or a copy of the thread failed.
             ValueError: The object is closed.
         """
-        found = _abi_balancer.LandingProgress()
-        _abi.call("putget_landing_progress_of", self._require_open(), ctypes.byref(found))
+        found = self._found()
         if found.wrong:
             raise PutgetError(
                 f"rank {self._comm.rank}: the bytes of arrival {found.wrong - 1} differ from those that were sent; "
@@ -410,6 +413,11 @@ class Landing:
         if found.agreed == self._batch and not self._keeps_slots:
             self._give_slots_back()
         return LandingProgress(found.batch, found.put, found.taken, found.agreed, found.written, found.gathered)
+
+    def _found(self) -> Any:
+        found = _abi_balancer.LandingProgress()
+        _abi.call("putget_landing_progress_of", self._require_open(), ctypes.byref(found))
+        return found
 
     def set_active_ranks(self, mask: Sequence[bool]) -> int:
         """Goes on without some ranks; batches that are not taken are forgotten. Collective among the members.
@@ -470,7 +478,7 @@ class Landing:
         self.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_native", None) and self._comm.is_own:
+        if not getattr(self, "_is_closed", True) and self._comm.is_own:
             warnings.warn("a Landing was dropped without close()", ResourceWarning, stacklevel=1, source=self)
             self._destroy()
             self._give_slots_back()
