@@ -137,14 +137,14 @@ def test_slots_stay_with_a_balancer_while_ranks_are_left_out() -> None:
             landing.set_active_ranks([True])
             assert slots.mover == "a balancer's moves"
             assert slots.moved == 0
-        assert (slots.mover, slots.moved) == (None, 1)
+        assert [slots.mover, slots.moved] == [None, 1]
         assert landing.hold_slots() is None
         landing.release_slots()
-        assert (slots.mover, slots.moved) == (None, 1)
+        assert [slots.mover, slots.moved] == [None, 1]
         assert landing.hold_slots() is None
         with pytest.raises(KeyError), landing.moving():
             raise KeyError
-        assert (slots.mover, slots.moved) == (None, 2)
+        assert [slots.mover, slots.moved] == [None, 2]
 
 
 def test_slots_come_back_from_a_landing_that_fails_or_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +180,7 @@ def test_slots_stay_while_a_batch_is_open_that_may_still_be_taken() -> None:
         while landing.progress().agreed != 1:
             landing.move()
             landing.take(landing.landed)
-        assert (slots.mover, slots.moved) == (None, 1)
+        assert [slots.mover, slots.moved] == [None, 1]
 
 
 def test_slots_come_back_from_a_landing_that_failed_and_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
