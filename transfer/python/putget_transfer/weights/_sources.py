@@ -18,8 +18,8 @@ over nvlink."""
 class Sources:
     """The memory of a rank's parameters, registered for one version.
 
-    A trainer may move or free its parameters between versions, so no registration outlives one. All are looked at before
-    the first write: Python's work between writes costs more, because the ends of earlier ones take its lock in between.
+    A trainer may move or free its parameters between versions, so no registration outlives one. All are looked at
+    before the first write: between writes Python's work costs more, because the ends of earlier ones take its lock.
     """
 
     def __init__(
