@@ -236,6 +236,8 @@ def test_where_registering_pins_or_fails_parts_are_copied() -> None:
     others: list[Any] = [Pinning(), Refusing()]
     unready = [Sources(engine, trainer.tasks, trainer._works, params, source) for engine in others]
     found = Sources(pair.engines[0], trainer.tasks, trainer._works, params, source)
+    for one in (*unready, found):
+        one.look_up()
     for number in range(len(trainer.tasks)):
         assert [one.of(number) for one in unready] == [None, None]
         assert found.of(number) is not None

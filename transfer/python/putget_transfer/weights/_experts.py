@@ -33,7 +33,7 @@ class Held:
         """
         if experts is not None and recorded is None:
             raise ValueError(
-                "experts: slots were recorded without them, so moves since then are not known: give record"
+                "experts: slots were recorded without them, so moves since then are not known: give them to record, too"
             )
         self._experts, self._rank = experts, rank
         self._moved = recorded

@@ -31,6 +31,10 @@ class Sources:
         self.host_too = "nvlink" not in providers
         # By device, address and length: storages may begin at one address. None: it cannot be registered.
         self.handles: dict[tuple[Any, int, int], MrHandle | None] = {}
+        self.places: list[list[tuple[MrHandle, int]] | None] = []
+
+    def look_up(self) -> None:
+        """Find and register what lies ready."""
         self.places = [self._places(number) for number in range(len(self.works))]
 
     def of(self, number: int) -> list[tuple[MrHandle, int]] | None:

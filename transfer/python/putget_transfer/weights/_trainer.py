@@ -196,6 +196,7 @@ class Trainer:
             self.rank, self.tasks, self._works, self._staging, preparer, writes, writer, deltas, sources
         )
         try:
+            sources.look_up()
             for number, task in enumerate(self.tasks):
                 self._task(number, pipeline)
                 last = number + 1 == len(self.tasks)
