@@ -44,9 +44,9 @@ _KERNELS_NAMED = 14
 _KINDS = {
     "router": ("choose_kernel", "nvjet"),
     "quantisation": ("quantise_kernel",),
-    "experts' products": ("grouped_kernel", "product_kernel", "Gemm"),
+    "experts' products": ("grouped_kernel", "product_kernel", "networks_kernel", "Gemm"),
     "activation": ("activation_kernel",),
-    "rows by expert": ("count_kernel", "place_kernel"),
+    "rows by expert": ("count_kernel", "place_kernel", "group_kernel"),
     "sums of experts": ("finalize_kernel",),
     "rows out": ("dispatch_kernel", "AllGather", "A2ADispatch", "A2ASanitize", "A2APrepareDispatch"),
     "rows back": ("combine_kernel", "combine_bulk_kernel", "ReduceScatter", "A2ACombine", "A2APrepareCombine"),

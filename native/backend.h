@@ -8,6 +8,7 @@
 #include "balancer/choice.h"
 #include "error.h"
 #include "moe/plan.h"
+#include "moe/networks.h"
 #include "moe/product.h"
 #include "protocol/domains/plan.h"
 #include "protocol/round/state.h"
@@ -155,7 +156,7 @@ struct Queue {
   int ordinal;  // CUDA device number
   void* stream;
 };
-void moe_group(const moe::Grouping& group, const moe::CopyPlan& copy, const Queue& queue);
+void moe_group(const moe::Grouping& group, const moe::CopyPlan& copy, uint32_t expected_rows, const Queue& queue);
 void moe_expand(const moe::ExpandCall& call, const Queue& queue);
 void moe_by_source(const moe::BySourceCall& call, const Queue& queue);
 void moe_send_pairs(const moe::SendPairsCall& call, bool ids_are_64bit, const Queue& queue);
@@ -166,6 +167,7 @@ void moe_compact(const moe::CompactCall& call, bool ids_are_64bit, const Queue& 
 void moe_activate(const moe::ActivationCall& call, OutputType type, moe::Gate gate, const Queue& queue);
 void moe_finalize(const moe::Grouping& group, const moe::FinalizeCall& call, OutputType type, const Queue& queue);
 void moe_product(const moe::GroupedProduct& product, const Queue& queue);
+void moe_networks(const moe::Networks& networks, const Queue& queue);
 // `memory`: the same, where shared memory has no room for it.
 void choose_replicas(const balancer::ChoiceCall<int32_t>& call, uint32_t* memory, const Queue& queue);
 void choose_replicas(const balancer::ChoiceCall<int64_t>& call, uint32_t* memory, const Queue& queue);

@@ -43,6 +43,7 @@ MOE_STRUCTS = {
     "putget_moe_sum_pairs_args": _abi.MoeSumPairsArgs,
     "putget_moe_activation_args": _abi.MoeActivationArgs,
     "putget_moe_product_args": _abi.MoeProductArgs,
+    "putget_moe_networks_args": _abi.MoeNetworksArgs,
 }
 DOMAINS_STRUCTS = {"putget_engine_config": _abi.EngineConfig, "putget_domains_config": _abi.DomainsConfig}
 BALANCER_STRUCTS = {

@@ -18,7 +18,6 @@ using putget::capi::guarded;
 
 constexpr uint64_t kMostRows = (uint64_t{1} << 31) - 1;
 constexpr uint32_t kMostRowBytes = 1u << 26;
-constexpr uint32_t kMostExperts = 1024;
 
 static_assert(PUTGET_SCALES_EXPONENTS == static_cast<int>(putget::moe::ScaleForm::kExponent));
 static_assert(PUTGET_SILU == static_cast<int>(putget::moe::Gate::kSilu) &&
@@ -76,7 +75,7 @@ putget::moe::Grouping grouping(const putget_moe_config& config, const putget_moe
 // The received rows into the groups.
 putget::moe::CopyPlan copies_of(const putget::moe::Grouping& group, const putget_moe_group_args& args) {
   putget::moe::CopyPlan copy{};
-  copy.num_payloads = group.sizes.num_payloads;
+  copy.num_payloads = args.leave_rows != 0 ? 0 : group.sizes.num_payloads;
   for (uint32_t p = 0; p < copy.num_payloads; ++p) {
     require_pointer("payload", args.payload[p]);
     copy.payload[p] = payload_of(args.payload[p], group.memory + group.layout.payload[p], group.sizes.row_bytes[p]);
@@ -154,7 +153,7 @@ putget_status putget_moe_group(const putget_moe_config* config, const putget_moe
     if (config->device == PUTGET_CPU) {
       putget::cpu::moe_group(group, copy);
     } else {
-      putget::cuda::moe_group(group, copy, {config->ordinal, args->stream});
+      putget::cuda::moe_group(group, copy, args->expected_rows, {config->ordinal, args->stream});
     }
   });
 }
@@ -424,51 +423,5 @@ putget_status putget_moe_activate(const putget_moe_activation_args* args) {
     } else {
       putget::cuda::moe_activate(call, type, gate, {args->ordinal, args->stream});
     }
-  });
-}
-
-putget_status putget_moe_product(const putget_moe_product_args* args) {
-  return guarded([&] {
-    require_version(args, "args");
-    require_range("device", args->device, PUTGET_CUDA, PUTGET_CUDA);
-    require_range("num_experts", args->num_experts, 1, kMostExperts);
-    require_range("capacity", args->capacity, 1, kMostRows);
-    require_range("n", args->n, 1, kMostRowBytes);
-    require_range("k", args->k, 1, kMostRowBytes);
-    require(args->n % putget::kScaleBlock == 0 && args->k % putget::kScaleBlock == 0,
-            "n is " + std::to_string(args->n) + " and k is " + std::to_string(args->k) + ", expected multiples of " +
-                std::to_string(putget::kScaleBlock));
-    require(uint64_t{args->num_experts} * args->n <= kMostRows, "num_experts * n is too large");
-    require_range("num_sms", args->num_sms, 0, putget::capi::kMaxSms);
-    require_pointer("rows", args->rows);
-    require_pointer("row_scales", args->row_scales);
-    require_pointer("weights", args->weights);
-    require_pointer("weight_scales", args->weight_scales);
-    require_pointer("out", args->out);
-    require_pointer("starts", args->starts);
-    require_pointer("counts", args->counts);
-    require((address(args->rows) | address(args->weights) | address(args->out)) % 16 == 0,
-            "rows, weights or out is not aligned to 16 bytes");
-    require_range("gate", args->gate, PUTGET_SILU, PUTGET_GELU);
-    require(args->out_scales == nullptr || args->n % (2 * putget::kScaleBlock) == 0,
-            "n is " + std::to_string(args->n) + ", a gated product needs a multiple of " +
-                std::to_string(2 * putget::kScaleBlock));
-    putget::moe::GroupedProduct product{};
-    product.rows = args->rows;
-    product.row_scales = args->row_scales;
-    product.weights = args->weights;
-    product.weight_scales = args->weight_scales;
-    product.out = args->out;
-    product.starts = args->starts;
-    product.counts = args->counts;
-    product.num_experts = args->num_experts;
-    product.capacity = args->capacity;
-    product.n = args->n;
-    product.k = args->k;
-    product.expected_rows = args->expected_rows;
-    product.num_sms = args->num_sms;
-    product.out_scales = args->out_scales;
-    product.gate = static_cast<putget::moe::Gate>(args->gate);
-    putget::cuda::moe_product(product, {args->ordinal, args->stream});
   });
 }

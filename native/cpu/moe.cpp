@@ -34,6 +34,7 @@ struct MoeExec : Exec {
   Value from(Value value, uint32_t) const {
     return value;
   }
+  void look_ahead(const void*) const {}
   void add(uint32_t* counter, uint32_t amount) const { *counter += amount; }
   template <uint32_t kCount>
   void put_codes(uint8_t* to, const float (&value)[kCount]) const {
@@ -81,8 +82,10 @@ void moe_group(const moe::Grouping& group, const moe::CopyPlan& copy) {
   MoeExec exec;
   moe::SourceScratch sources;
   const moe::GroupTables tables(group.sizes, group.scratch());
+  if (copy.num_payloads == 0) return moe::group_alone(exec, group, sources, tables, 0);
   moe::count_rows(exec, group, sources, tables);
-  const moe::Share rows = moe::count_share(exec, group, sources, tables);
+  uint32_t lost = 0;  // which the first has counted
+  const moe::Share rows = moe::count_share(exec, group, sources, tables, lost);
   const uint32_t end = moe::place_share(exec, group, sources, tables, rows);
   moe::copy_share(exec, group, whole_rows(copy), sources, rows);
   moe::tidy(exec, group, sources, tables, rows, end, {0, exec.warps()});

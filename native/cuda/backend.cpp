@@ -31,6 +31,7 @@ class CudaBackend final : public Backend {
     load_moe_pair_kernels();
     load_moe_compact_kernels();
     load_moe_activation_kernels();
+    load_moe_networks_kernels(config.ordinal);
     void* state = nullptr;
     check(cudaMalloc(&state, sizeof(State)), "allocating private state");
     state_ = static_cast<State*>(state);

@@ -1,4 +1,4 @@
-// Grouping received rows by expert: two kernels.
+// Grouping received rows by expert: two kernels, or one of one CTA where few rows came that are not copied.
 //
 //   grid      a CTA for each SM, whatever came; each takes a share of the rows that did. The same in both kernels
 //   block     count: warps share out the choices of the CTA's rows. place: moe::kGroupWarps warps with consecutive
@@ -20,6 +20,7 @@ namespace putget::cuda {
 namespace {
 
 constexpr uint32_t kPlaceThreads = moe::kGroupWarps * 32;
+constexpr uint32_t kMostAlone = 4096;              // choices that one CTA places as fast as all
 constexpr uint32_t kMostSharedBytes = 204 * 1024;  // of place; leaves room for a CTA of count on the same SM
 
 __host__ __device__ uint32_t table_bytes(const moe::GroupSizes& sizes) {
@@ -42,6 +43,16 @@ __global__ void __launch_bounds__(kMoeThreads) count_kernel(const __grid_constan
   moe::count_rows(exec, group, sources, tables_of(group, memory));
 }
 
+__global__ void __launch_bounds__(kPlaceThreads, 1)
+    group_kernel(const __grid_constant__ moe::Grouping group, uint32_t expected_rows) {
+  extern __shared__ __align__(128) uint8_t memory[];
+  __shared__ moe::SourceScratch sources;
+  __shared__ uint32_t sums[moe::kGroupWarps];
+  MoeExec<moe::kGroupWarps> exec;
+  exec.sums = sums;
+  moe::group_alone(exec, group, sources, tables_of(group, memory), expected_rows);
+}
+
 // `warps` copy by bulk; none: rows are moved through registers.
 __global__ void __launch_bounds__(kPlaceThreads, 1)
     place_kernel(const __grid_constant__ moe::Grouping group, const __grid_constant__ moe::CopyPlan copy,
@@ -53,7 +64,8 @@ __global__ void __launch_bounds__(kPlaceThreads, 1)
   MoeExec<moe::kGroupWarps> exec;
   exec.sums = sums;
   const moe::GroupTables tables = tables_of(group, memory);
-  const moe::Share rows = moe::count_share(exec, group, sources, tables);
+  uint32_t lost = 0;  // which count has counted
+  const moe::Share rows = moe::count_share(exec, group, sources, tables, lost);
   if (warps == 0) {
     const uint32_t end = moe::place_share(exec, group, sources, tables, rows);
     moe::copy_share(exec, group, copy, sources, rows);
@@ -81,9 +93,11 @@ void load_moe_group_kernels() {
         "loading count_kernel");
   check(cudaFuncSetAttribute(place_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostSharedBytes),
         "loading place_kernel");
+  check(cudaFuncSetAttribute(group_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, moe::kScratchBytes),
+        "loading group_kernel");
 }
 
-void moe_group(const moe::Grouping& group, const moe::CopyPlan& copy, const Queue& queue) {
+void moe_group(const moe::Grouping& group, const moe::CopyPlan& copy, uint32_t expected_rows, const Queue& queue) {
   DeviceScope scope(queue.ordinal);
   // Each device needs the attributes, once.
   static std::atomic<uint64_t> prepared{0};
@@ -93,6 +107,10 @@ void moe_group(const moe::Grouping& group, const moe::CopyPlan& copy, const Queu
     prepared.fetch_or(bit, std::memory_order_relaxed);
   }
   const uint32_t tables = table_bytes(group.sizes);
+  if (copy.num_payloads == 0 && expected_rows != 0 && expected_rows <= kMostAlone / group.sizes.top_k) {
+    launch_moe(group_kernel, Grid{1, kPlaceThreads, tables}, queue, "launching group_kernel", group, expected_rows);
+    return;
+  }
   uint32_t warps = 0;
   uint32_t bulk_bytes = 0;
   if (BulkRows::can_move(copy)) {

@@ -58,5 +58,6 @@ void load_moe_row_kernels();
 void load_moe_pair_kernels();
 void load_moe_compact_kernels();
 void load_moe_activation_kernels();
+void load_moe_networks_kernels(int ordinal);  // where the GPU has what they need
 
 }  // namespace putget::cuda

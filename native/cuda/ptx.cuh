@@ -94,6 +94,12 @@ __device__ __forceinline__ uint64_t load_acquire_gpu(const uint64_t* address) {
   return value;
 }
 
+__device__ __forceinline__ uint32_t load_acquire_gpu(const uint32_t* address) {
+  uint32_t value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
 __device__ __forceinline__ uint32_t add_acq_rel_gpu(uint32_t* address, uint32_t value) {
   uint32_t before;
   asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(value) : "memory");
@@ -162,6 +168,13 @@ __device__ __forceinline__ uint32_t load_peer_if(bool wanted, const uint32_t* ad
       : "=&r"(value)
       : "l"(address), "r"(static_cast<uint32_t>(wanted))
       : "memory");
+  return value;
+}
+
+// A load for the cache's sake: who does not use the value does not wait for it.
+__device__ __forceinline__ uint32_t load_ahead(const void* address) {
+  uint32_t value;
+  asm volatile("ld.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
   return value;
 }
 

@@ -55,6 +55,8 @@ typedef struct putget_moe_group_args {
   const void* payload[PUTGET_MAX_PAYLOADS];
   void* stream;                   /* cudaStream_t */
   unsigned long long* stray_rows; /* [ep_size] counts rows of each source none of whose experts is here, or null */
+  uint32_t leave_rows;            /* 1: rows stay where they are; they get places alone */
+  uint32_t expected_rows;         /* that came, about, which changes the speed alone; 0: unknown */
 } putget_moe_group_args;
 
 typedef struct putget_moe_finalize_args {
@@ -278,6 +280,37 @@ typedef struct putget_moe_product_args {
   void* stream; /* cudaStream_t */
 } putget_moe_product_args;
 
+/* Both products of experts over few rows of block-scaled FP8, with the gated activation between them, in one kernel:
+ * the bits of putget_moe_product twice. CUDA only. */
+typedef struct putget_moe_networks_args {
+  uint32_t size;
+  uint32_t magic;
+  uint32_t device;             /* putget_device */
+  int32_t ordinal;             /* CUDA device number */
+  const void* rows;            /* [num_rows, hidden_size] E4M3 */
+  const float* row_scales;     /* [num_rows, hidden_size / 128] */
+  const int32_t* source_rows;  /* [capacity] which of rows an expert's row is, or null: the one of the same number */
+  const void* gate_up;         /* [num_experts, 2 * intermediate_size, hidden_size] E4M3 */
+  const float* gate_up_scales; /* [num_experts, 2 * intermediate_size / 128, hidden_size / 128] */
+  const void* down;            /* [num_experts, hidden_size, intermediate_size] E4M3 */
+  const float* down_scales;    /* [num_experts, hidden_size / 128, intermediate_size / 128] */
+  void* between;               /* [capacity, intermediate_size] bytes for what lies between the products */
+  float* between_scales;       /* [capacity, intermediate_size / 128] likewise */
+  void* out;                   /* [capacity, hidden_size] bfloat16 */
+  const int32_t* starts;       /* [num_experts] first row of each expert */
+  const int32_t* counts;       /* [num_experts] its rows */
+  uint32_t* progress;          /* [2 + num_experts + capacity / 16] zeros, as the kernel leaves them again */
+  uint32_t num_experts;        /* at most 256 */
+  uint32_t num_rows;
+  uint32_t capacity;
+  uint32_t hidden_size;       /* a multiple of 128 */
+  uint32_t intermediate_size; /* a multiple of 128 */
+  uint32_t expected_rows;     /* of an expert; changes the speed alone */
+  uint32_t num_sms;           /* most SMs that are used; 0: all */
+  uint32_t gate;              /* putget_gate */
+  void* stream;               /* cudaStream_t */
+} putget_moe_networks_args;
+
 /* Around the experts: rows grouped by local expert and back. These read what a dispatch delivered, and need no peer. On
  * CUDA they only enqueue. */
 PUTGET_API putget_status putget_moe_layout_of(const putget_moe_config* config, putget_moe_layout* layout);
@@ -296,6 +329,7 @@ PUTGET_API putget_status putget_moe_activate(const putget_moe_activation_args* a
 
 /* PUTGET_UNAVAILABLE where the build or the GPU has not the instructions: those of compute capability 9.0. */
 PUTGET_API putget_status putget_moe_product(const putget_moe_product_args* args);
+PUTGET_API putget_status putget_moe_networks(const putget_moe_networks_args* args);
 
 #ifdef __cplusplus
 }

@@ -5,7 +5,7 @@
 // before it in its own. The cost goes with the rows that came, not with the slots that could have.
 //
 // Two kernels on equal grids: one counts; the other adds up what all blocks have counted, places its rows and copies
-// them.
+// them. Few rows that stay where they are need one block, which does all.
 #pragma once
 
 #include "moe/walk.h"
@@ -193,10 +193,9 @@ PUTGET_TEXT void count_rows(Exec& exec, const Grouping& group, SourceScratch& so
   if (exec.block() == 0 && exec.thread() == 0) group.memo()->turn ^= 1u;
 }
 
-// Lays out the groups from the counts of all blocks, and turns what warps have counted into places. Returns the end.
-// Ends with a block barrier.
+// Rows of each expert in all blocks, and in those before this one. Ends with a block barrier.
 template <class Exec>
-PUTGET_TEXT uint32_t lay_out_groups(Exec& exec, const Grouping& group, const GroupTables& tables) {
+PUTGET_TEXT void add_up_blocks(const Exec& exec, const Grouping& group, const GroupTables& tables) {
   constexpr uint32_t kTogether = Exec::kLanes == 1 ? 1 : kMostShares / Exec::kLanes;
   constexpr uint32_t kExperts = Exec::kLanes == 1 ? 1 : 4;  // experts with counts on their way together
   const uint32_t experts = group.sizes.num_local_experts;
@@ -228,6 +227,31 @@ PUTGET_TEXT uint32_t lay_out_groups(Exec& exec, const Grouping& group, const Gro
     }
   }
   exec.sync();
+}
+
+// The same of one block, from what its warps have counted.
+template <class Exec>
+PUTGET_TEXT void add_up_warps(const Exec& exec, const Grouping& group, const GroupTables& tables) {
+  PUTGET_ROLLED
+  for (uint32_t e = exec.warp(); e < group.sizes.num_local_experts; e += exec.warps()) {
+    uint32_t rows = 0;
+    PUTGET_ROLLED
+    for (uint32_t first = 0; first < exec.warps(); first += exec.lanes()) {
+      const uint32_t w = first + exec.lane();
+      rows += exec.scan_lanes(w < exec.warps() ? tables.next_of(e, w) : 0).all;
+    }
+    if (exec.lane() == 0) {
+      tables.all[e] = rows;
+      tables.place[e] = 0;
+    }
+  }
+  exec.sync();
+}
+
+// Lays out the groups, and turns what warps have counted into places. Returns the end. Ends with a block barrier.
+template <class Exec>
+PUTGET_TEXT uint32_t lay_out_groups(Exec& exec, const Grouping& group, const GroupTables& tables) {
+  const uint32_t experts = group.sizes.num_local_experts;
   uint32_t end = 0;
   PUTGET_ROLLED
   for (uint32_t base = 0; base < experts; base += exec.threads()) {
@@ -331,11 +355,12 @@ PUTGET_TEXT void clear_rest(const Exec& exec, const Grouping& group, const Sourc
   }
 }
 
-// Second kernel, what need not wait for the first: looks up, and counts the rows of each expert by warp. Returns this
-// block's rows. Blocks of the first kernel let this one begin when they have waited for all that came before it: so
-// what dispatch has delivered can be read already.
+// Second kernel, what need not wait for the first: looks up, and counts the rows of each expert by warp, and those that
+// have no group. Returns this block's rows. Blocks of the first kernel let this one begin when they have waited for all
+// that came before it: so what dispatch has delivered can be read already.
 template <class Exec>
-PUTGET_TEXT Share count_share(Exec& exec, const Grouping& group, SourceScratch& sources, const GroupTables& tables) {
+PUTGET_TEXT Share count_share(Exec& exec, const Grouping& group, SourceScratch& sources, const GroupTables& tables,
+                              uint32_t& lost) {
   const GroupSizes& sizes = group.sizes;
   PUTGET_ROLLED
   for (uint32_t i = exec.thread(); i < kNextStride * sizes.num_local_experts; i += exec.threads()) tables.next[i] = 0;
@@ -343,7 +368,11 @@ PUTGET_TEXT Share count_share(Exec& exec, const Grouping& group, SourceScratch& 
   const Share rows = rows_of_block(exec, group, sources);
   const Share share = choices_of(rows, sizes.top_k).part(exec.warp(), exec.warps());
   visit_choices(exec, group, sources, tables, share, Batch<Exec>::kBatch * exec.lanes(), [&](uint32_t local) {
-    if (local < sizes.num_local_experts) exec.add(&tables.next_of(local, exec.warp()), 1);
+    if (local < sizes.num_local_experts) {
+      exec.add(&tables.next_of(local, exec.warp()), 1);
+    } else {
+      ++lost;
+    }
   });
   return rows;
 }
@@ -354,6 +383,7 @@ PUTGET_TEXT uint32_t place_share(Exec& exec, const Grouping& group, const Source
                                  const GroupTables& tables, Share rows) {
   exec.wait_for_earlier_work();
   exec.let_later_work_begin();
+  add_up_blocks(exec, group, tables);
   const uint32_t end = lay_out_groups(exec, group, tables);
   place_rows(exec, group, sources, tables, choices_of(rows, group.sizes.top_k).part(exec.warp(), exec.warps()));
   exec.sync();
@@ -397,6 +427,42 @@ PUTGET_TEXT void tidy(const Exec& exec, const Grouping& group, const SourceScrat
     memo.extent[turn].num_tokens[src] = static_cast<int32_t>(sources.num_tokens(src));
   }
   if (lane == 0) memo.extent[turn].end = static_cast<int32_t>(end);
+}
+
+// Asks for what will be read, all at once: one of the few reads that would follow each other waits for memory then.
+template <class Exec>
+PUTGET_TEXT void look_ahead(const Exec& exec, const Grouping& group, uint32_t expected_rows) {
+  constexpr uint32_t kWords = 32;  // that come together
+  const uint64_t received = group.sizes.received_rows();
+  const uint32_t rows = expected_rows < received ? expected_rows : static_cast<uint32_t>(received);
+  PUTGET_ROLLED
+  for (uint32_t i = exec.thread() * kWords; i < rows * group.sizes.top_k; i += exec.threads() * kWords) {
+    exec.look_ahead(group.topk_ids + i);
+    exec.look_ahead(group.topk_weights + i);
+  }
+  PUTGET_ROLLED
+  for (uint32_t i = exec.thread() * kWords; i < sizeof(GroupMemo) / sizeof(uint32_t); i += exec.threads() * kWords) {
+    exec.look_ahead(reinterpret_cast<const uint32_t*>(group.memo()) + i);
+  }
+}
+
+// Both kernels' work by one block, for rows that are not copied.
+template <class Exec>
+PUTGET_TEXT void group_alone(Exec& exec, const Grouping& group, SourceScratch& sources, const GroupTables& tables,
+                             uint32_t expected_rows) {
+  const GroupSizes& sizes = group.sizes;
+  exec.wait_for_earlier_work();
+  exec.let_later_work_begin();
+  look_ahead(exec, group, expected_rows);
+  if (exec.thread() == 0) group.memo()->turn ^= 1u;
+  uint32_t lost = 0;
+  const Share rows = count_share(exec, group, sources, tables, lost);
+  if (lost != 0) exec.add(group.lost, lost);
+  exec.sync();
+  add_up_warps(exec, group, tables);
+  const uint32_t end = lay_out_groups(exec, group, tables);
+  place_rows(exec, group, sources, tables, choices_of(rows, sizes.top_k).part(exec.warp(), exec.warps()));
+  tidy(exec, group, sources, tables, rows, end, {0, exec.warps()});
 }
 
 // A placed row, and where this lane's choice of it is: -1 where it is not here.

@@ -11,7 +11,7 @@ from typing import Any
 from putget import config
 from putget.errors import BackendUnavailable, PutgetError
 
-ABI_VERSION = 19
+ABI_VERSION = 20
 MAGIC = 0x70757467
 MAX_RANKS = 128
 MAX_TOP_K = 32
@@ -290,6 +290,8 @@ class MoeGroupArgs(Versioned):
         ("payload", c_void_p * MAX_PAYLOADS),
         ("stream", c_void_p),
         ("stray_rows", c_void_p),
+        ("leave_rows", c_uint32),
+        ("expected_rows", c_uint32),
     ]
 
 
@@ -513,6 +515,37 @@ class MoeProductArgs(Versioned):
     ]
 
 
+class MoeNetworksArgs(Versioned):
+    _fields_ = [
+        ("size", c_uint32),
+        ("magic", c_uint32),
+        ("device", c_uint32),
+        ("ordinal", c_int32),
+        ("rows", c_void_p),
+        ("row_scales", c_void_p),
+        ("source_rows", c_void_p),
+        ("gate_up", c_void_p),
+        ("gate_up_scales", c_void_p),
+        ("down", c_void_p),
+        ("down_scales", c_void_p),
+        ("between", c_void_p),
+        ("between_scales", c_void_p),
+        ("out", c_void_p),
+        ("starts", c_void_p),
+        ("counts", c_void_p),
+        ("progress", c_void_p),
+        ("num_experts", c_uint32),
+        ("num_rows", c_uint32),
+        ("capacity", c_uint32),
+        ("hidden_size", c_uint32),
+        ("intermediate_size", c_uint32),
+        ("expected_rows", c_uint32),
+        ("num_sms", c_uint32),
+        ("gate", c_uint32),
+        ("stream", c_void_p),
+    ]
+
+
 class Gpu(Versioned):
     _fields_ = [
         ("size", c_uint32),
@@ -583,6 +616,7 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "putget_moe_sum_pairs": [POINTER(MoeSumPairsArgs)],
     "putget_moe_activate": [POINTER(MoeActivationArgs)],
     "putget_moe_product": [POINTER(MoeProductArgs)],
+    "putget_moe_networks": [POINTER(MoeNetworksArgs)],
     "putget_gpu_count": [POINTER(c_uint32)],
     "putget_gpu_report": [c_uint32, POINTER(Gpu)],
     "putget_balance": [c_void_p],  # the structures: putget._abi_balancer

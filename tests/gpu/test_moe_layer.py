@@ -41,7 +41,7 @@ def open_layer(rank: Rank, kind: str, alone: bool) -> None:
 
 def load(rank: Rank, dense: Dense) -> None:
     """A body for one rank at a time: nothing is loaded any more while ranks wait for each other on one GPU."""
-    load_kernels(rank.state["layer"], dense.tokens(0, 8).to(rank.device), (1, 6, 16, 64))
+    load_kernels(rank.state["layer"], dense.tokens(0, 8).to(rank.device), (1, 6, 16, 32, 64))
 
 
 def play(rank: Rank, dense: Dense, round_: int) -> Tensor:

@@ -86,3 +86,4 @@ class _NoRows:
     def __init__(self, num_experts: int, device: torch.device) -> None:
         self.offsets = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
         self.num_rows = torch.zeros(num_experts, dtype=torch.int32, device=device)
+        self.progress = torch.zeros(1024, dtype=torch.int32, device=device)

@@ -108,7 +108,12 @@ def told(rank: Rank, dense: Dense, busiest: int | None) -> tuple[Tensor, int, li
     expected: list[int] = []
     with make_layer(rank, dense) as layer:
         run_experts = layer.run_experts
-        layer.run_experts = lambda grouped, tokens: (expected.append(tokens), run_experts(grouped, tokens))[1]  # type: ignore[method-assign]
+
+        def spy(grouped: Any, tokens: int, *more: Any) -> Tensor:
+            expected.append(tokens)
+            return run_experts(grouped, tokens, *more)
+
+        layer.run_experts = spy  # type: ignore[method-assign]
         out = layer(dense.tokens(rank.rank, (0, 1, 8)[rank.rank]), busiest_tokens=busiest)
         return out, layer.a2a._native._combine_args.busiest_tokens, expected
 

@@ -4,35 +4,12 @@
 #include <algorithm>
 
 #include "backend.h"
-#include "cuda/driver.h"
 #include "cuda/moe_launch.h"
+#include "cuda/sm90a/boxes.h"
 #include "cuda/sm90a/product_end.cuh"
 
 namespace putget::cuda {
 namespace {
-
-void require_hopper(int ordinal) {
-  int major = 0;
-  int minor = 0;
-  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, ordinal), "cudaDeviceGetAttribute");
-  check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, ordinal), "cudaDeviceGetAttribute");
-  if (major == 9 && minor == 0) return;
-  throw Error(PUTGET_UNAVAILABLE, "the grouped product needs a GPU of compute capability 9.0, this one has " +
-                                      std::to_string(major) + "." + std::to_string(minor));
-}
-
-CUtensorMap boxes(const void* values, uint64_t rows, uint32_t columns, uint32_t box_rows) {
-  const cuuint64_t sizes[2] = {columns, rows};
-  const cuuint64_t row_bytes[1] = {columns};
-  const cuuint32_t box[2] = {kProductBlock, box_rows};
-  const cuuint32_t steps[2] = {1, 1};
-  CUtensorMap map{};
-  check(driver().encode_tiled(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<void*>(values), sizes, row_bytes, box,
-                              steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
-        "cuTensorMapEncodeTiled");
-  return map;
-}
 
 ProductCall call_of(const moe::GroupedProduct& product) {
   const bool gated = product.out_scales != nullptr;

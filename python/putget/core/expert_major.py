@@ -16,6 +16,9 @@ from putget.memory.workspace import current_stream
 from putget.payload import Payload
 
 MAX_ALIGNMENT = 4096  # rows
+# The size of putget_moe_networks_args.progress.
+_PROGRESS_WORDS = 2
+_PROGRESS_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,8 @@ class ExpertMajorMemory:
         self._source_rows = view(layout.source_rows, (rows,), torch.int32).fill_(-1)
         received = (sizes.max_rows * sizes.ep_size, sizes.top_k)
         self._positions = view(layout.positions, received, torch.int32).fill_(-1)
+        words = _PROGRESS_WORDS + experts + rows // _PROGRESS_ROWS
+        self._progress = torch.zeros(words, dtype=torch.int32, device=sizes.device)
         if sizes.device.type == "cuda":
             torch.cuda.current_stream(sizes.device).synchronize()  # rounds may use it from any stream
         self._used_for: tuple[object, int] | None = None  # the Grouper and its round
@@ -147,6 +152,14 @@ class ExpertMajor:
     def num_local_experts(self) -> int:
         """Groups."""
         return int(self.num_rows.shape[0])
+
+    @property
+    def progress(self) -> torch.Tensor:
+        """Zeros in which the CTAs of one kernel over these rows tell each other how far they are; it leaves zeros.
+
+        [2 + num_local_experts + capacity / 16] int32.
+        """
+        return self._memory._progress
 
 
 class Grouper:
@@ -267,6 +280,8 @@ class Grouper:
         if given is not None:
             if not isinstance(given, ExpertMajorMemory):
                 raise ValueError(f"memory is a {type(given).__name__}, expected what expert_major_memory makes")
+            if given._sizes.payloads:  # room for them need not be used
+                sizes = self.sizes(alignment, max_rows)
             for name in GroupSizes.__dataclass_fields__:
                 came, expected = getattr(given._sizes, name), getattr(sizes, name)
                 if came != expected:
@@ -285,14 +300,22 @@ class Grouper:
         flat: FlatRows,
         combine_input: torch.Tensor,
         memory: ExpertMajorMemory,
+        *,
+        copy_rows: bool = True,
+        expected_rows: int = 0,
     ) -> ExpertMajor:
-        """Groups received rows into `memory`; `combine_input` is flat."""
+        """Groups received rows into `memory`; `combine_input` is flat.
+
+        About expected_rows came; 0: nobody knows.
+        """
         self._flat, self._combine_input = flat, combine_input
         self._point(memory)
+        self._group_args.leave_rows = not copy_rows
+        self._group_args.expected_rows = expected_rows
         _abi.call("putget_moe_group", ctypes.byref(memory._config), ctypes.byref(self._group_args))
         memory._used_for = (self, self._round)
         return ExpertMajor(
-            memory._payloads,
+            memory._payloads if copy_rows else (),
             memory._offsets,
             memory._num_rows,
             memory._weights,

@@ -128,6 +128,12 @@ class NativeObject:
         self._described = num_tokens, max_rows, ids_are_64bit, busiest_tokens
         args.num_tokens, args.max_rows, args.ids_are_64bit, _ = self._described
 
+    @property
+    def busiest_tokens(self) -> int:
+        """Tokens of this rank in the last dispatch, or of the busiest one where that is known and more."""
+        num_tokens, _, _, busiest = self._described
+        return max(num_tokens, busiest)
+
     def dispatch(self, half: int, tensors: tuple[torch.Tensor, ...], beside: Beside | None) -> None:
         """``_abi.BOTH`` or ``_abi.START`` of the ids, the weights and the payloads, as described.
 

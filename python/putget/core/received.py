@@ -52,7 +52,7 @@ class Received:
     ) -> ExpertMajor:
         """Groups the rows by local expert, every payload at once, for a grouped GEMM.
 
-        On CUDA it enqueues two kernels on the current stream: no host synchronisation, no host count; it can be
+        On CUDA it enqueues one or two kernels on the current stream: no host synchronisation, no host count; it can be
         captured in a graph. Rows are placed by prefix counts over the received ids, so their order is always the same,
         (expert, source rank, token), and the time goes with the rows that came, not with max_rows * ep_size.
 
@@ -62,7 +62,7 @@ class Received:
                 ``source_rows[i]`` themselves. ``payloads`` is empty then, and the rows' bytes are neither read nor
                 written.
             memory: Where to put them, from ``AllToAll.expert_major_memory``; by default memory of the AllToAll's own,
-                allocated when these sizes are first used.
+                allocated when these sizes are first used. Room for payloads may be left unused.
 
         Returns:
             The groups, valid until the round ends. ``combine(rows, layout=...)`` takes the experts' rows in this

@@ -103,4 +103,5 @@ class Rounds:
         combine_input: torch.Tensor = getattr(self.combine_input(), "flat")  # noqa: B009  (see combine_input_view)
         flat = self._views[max_rows].flat
         into = self.grouper.memory_for(alignment, max_rows, memory, copy_rows)
-        return self.grouper.group(flat, combine_input, into)
+        expected_rows = self._native.busiest_tokens * self._geometry.ep_size
+        return self.grouper.group(flat, combine_input, into, copy_rows=copy_rows, expected_rows=expected_rows)

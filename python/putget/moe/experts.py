@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from putget._arguments import check_int
-from putget.moe import grouped_fp8
+from putget.moe import grouped_fp8, networks
 from putget.moe.expert_rows import ExpertRows
 from putget.moe.kernels import Gate, gated_activation
 from putget.payload import Payload
@@ -46,10 +46,16 @@ class Experts(Protocol):
     def load(self, expert: int, gate: Tensor, up: Tensor, down: Tensor) -> None:
         """Weights of one local expert in float32: [intermediate, hidden], the same, and [hidden, intermediate]."""
 
-    def __call__(self, payloads: Sequence[Tensor], groups: Groups, expected_rows: int) -> Tensor:
+    def takes_scattered(self, expected_rows: int) -> bool:
+        """Whether an expert with so many rows on average best takes them where they arrived."""
+
+    def __call__(
+        self, payloads: Sequence[Tensor], groups: Groups, expected_rows: int, source_rows: Tensor | None = None
+    ) -> Tensor:
         """[capacity, hidden_size] bfloat16 of payloads [capacity, ...]; rows of no expert are undefined.
 
-        expected_rows is what an expert has on average.
+        expected_rows is what an expert has on average. With source_rows [capacity] int32, which takes_scattered has
+        allowed, payloads are the rows as they arrived, and row i of the groups is the one of number source_rows[i].
         """
 
 
@@ -119,8 +125,15 @@ class Bf16Experts(nn.Module):
         self.gate_up[expert].copy_(torch.cat([gate, up]))
         self.down[expert].copy_(down)
 
-    def forward(self, payloads: Sequence[Tensor], groups: Groups, expected_rows: int) -> Tensor:
+    def takes_scattered(self, expected_rows: int) -> bool:
+        """See ``Experts.takes_scattered``."""
+        return False
+
+    def forward(
+        self, payloads: Sequence[Tensor], groups: Groups, expected_rows: int, source_rows: Tensor | None = None
+    ) -> Tensor:
         """See ``Experts.__call__``."""
+        assert source_rows is None
         return bf16_networks(payloads[0], groups, self.gate_up, self.down, self.gate, expected_rows)
 
 
@@ -191,10 +204,16 @@ class Fp8Experts(nn.Module):
         self.gate_up_scales[expert].copy_(torch.cat([scales[0], scales[1]]))
         self.down_scales[expert].copy_(scales[2])
 
-    def forward(self, payloads: Sequence[Tensor], groups: Groups, expected_rows: int) -> Tensor:
+    def takes_scattered(self, expected_rows: int) -> bool:
+        """See ``Experts.takes_scattered``."""
+        return takes_scattered(self.down, expected_rows, self.row_dtype)
+
+    def forward(
+        self, payloads: Sequence[Tensor], groups: Groups, expected_rows: int, source_rows: Tensor | None = None
+    ) -> Tensor:
         """See ``Experts.__call__``."""
         weights = self.gate_up, self.gate_up_scales, self.down, self.down_scales
-        return fp8_networks(payloads, groups, weights, self.gate, expected_rows)
+        return fp8_networks(payloads, groups, weights, self.gate, expected_rows, source_rows)
 
 
 def bf16_networks(
@@ -221,8 +240,9 @@ def fp8_networks(
     weights: tuple[Tensor, Tensor, Tensor, Tensor],
     gate: Gate,
     expected_rows: int,
+    source_rows: Tensor | None = None,
 ) -> Tensor:
-    """Likewise with block-scaled FP8.
+    """Likewise with block-scaled FP8. Few rows take one kernel where GPU and sizes allow it; the bits are the same.
 
     Args:
         payloads: Codes [capacity, hidden_size] float8_e4m3fn and scales [capacity, hidden_size / 128] float32; or rows
@@ -231,6 +251,8 @@ def fp8_networks(
         weights: gate_up, its scales, down and its scales, as ``Fp8Experts`` has them.
         gate: "silu" or "gelu".
         expected_rows: Rows of an expert on average.
+        source_rows: [capacity] int32, where ``takes_scattered`` allows it: row i of the groups is the one of this
+            number in payloads, which are as they arrived.
     """
     gate_up, gate_up_scales, down, down_scales = weights
     if payloads[0].dtype == torch.bfloat16:
@@ -238,12 +260,29 @@ def fp8_networks(
     else:
         codes, scales = payloads
     starts, counts = groups.offsets[:-1], groups.num_rows
+    # Groups without it are those of shared experts, which run beside dispatch: no kernel may take all SMs from it.
+    progress: Tensor | None = getattr(groups, "progress", None)
+    if progress is not None and len(codes) and networks.takes(down, expected_rows):
+        rows = ExpertRows(codes, scales, starts, counts)
+        return networks.run(rows, source_rows, weights, gate, progress, expected_rows)
     active, active_scales = grouped_fp8.gated_fp8_mm(
         ExpertRows(codes, scales, starts, counts), gate_up, gate_up_scales, gate, expected_rows=expected_rows
     )
     return grouped_fp8.grouped_fp8_mm(
         ExpertRows(active, active_scales, starts, counts), down, down_scales, expected_rows=expected_rows
     )
+
+
+def takes_scattered(down: Tensor, expected_rows: int, row_dtype: torch.dtype) -> bool:
+    """Whether ``fp8_networks`` takes rows where they arrived, and that is the fastest way.
+
+    Args:
+        down: [num_experts, hidden_size, intermediate_size] float8_e4m3fn.
+        expected_rows: Rows of an expert on average.
+        row_dtype: Of rows that arrive.
+    """
+    few = expected_rows <= networks.MOST_SCATTERED and row_dtype == torch.float8_e4m3fn
+    return few and networks.takes(down, expected_rows)
 
 
 def grouped_bf16_mm(rows: Tensor, weights: Tensor, groups: Groups, expected_rows: int) -> Tensor:

@@ -9,7 +9,7 @@ from putget._arguments import check_tensor
 from putget.alltoall import AllToAll
 from putget.core.expert_major import ExpertMajorMemory
 from putget.moe import grouped_fp8
-from putget.moe.experts import bf16_networks, expected_rows, fp8_networks, layer_payloads
+from putget.moe.experts import bf16_networks, expected_rows, fp8_networks, layer_payloads, takes_scattered
 from putget.moe.kernels import GATES, Gate
 from putget.payload import Payload
 
@@ -80,11 +80,14 @@ def fused_layer(
     received = a2a.dispatch(
         topk_ids, topk_weights, *payloads, num_valid_tokens=num_valid_tokens, busiest_tokens=busiest_tokens
     )
-    grouped = received.expert_major(memory=memory)
     busiest = max(num_tokens, busiest_tokens or 0) or received.payloads[0].shape[1]
     expected = expected_rows(busiest, a2a.ep_size, topk_ids.shape[1], len(a2a.expert_to_rank))
+    scattered = weights is not None and takes_scattered(down, expected, rows)
+    grouped = received.expert_major(memory=memory, copy_rows=not scattered)
     if weights is None:
         result = bf16_networks(grouped.payloads[0], grouped, gate_up, down, gate, expected)
+    elif scattered:
+        result = fp8_networks(received.flat.payloads, grouped, weights, gate, expected, grouped.source_rows)
     else:
         result = fp8_networks(grouped.payloads, grouped, weights, gate, expected)
     return a2a.combine(result, layout=grouped, out=out, addend=addend)

@@ -72,6 +72,12 @@ def has_tensor_copies(device: torch.device) -> bool:
     return _capability(device) >= _NATIVE_CAPABILITY
 
 
+@functools.cache
+def is_native(device: torch.device) -> bool:
+    """Whether the library's kernels of experts have machine code for this GPU."""
+    return device.type == "cuda" and _capability(device) == _NATIVE_CAPABILITY
+
+
 def check_multiple(name: str, size: int) -> None:
     """Raises ValueError where a size cannot be divided into blocks."""
     if size % GROUP:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -420,11 +420,13 @@ class ExpertParallelMoE(nn.Module):
                 received = a2a.dispatch_finish()
         if self._statistics is not None and received.stats is not None:
             self._statistics.hear(received.stats)
+        busiest = max(num_tokens, further["busiest_tokens"] or 0)
+        scattered = self.experts.takes_scattered(self._expected_rows(busiest))
         with self.range("expert_major"):
-            grouped = received.expert_major(memory=self.grouped_memory)
+            grouped = received.expert_major(memory=self.grouped_memory, copy_rows=not scattered)
         if overlapped and num_tokens >= _SHARED_FILL_FROM:
             self._beside.join()
-        rows = self.run_experts(grouped, max(num_tokens, further["busiest_tokens"] or 0))
+        rows = self.run_experts(grouped, busiest, received.flat.payloads if scattered else None)
         if overlapped and num_tokens < _SHARED_FILL_FROM:
             self._beside.join()
         with self.range("combine"):
@@ -458,16 +460,23 @@ class ExpertParallelMoE(nn.Module):
             output: Tensor = self.shared(payloads)
             return output
 
-    def run_experts(self, grouped: ExpertMajor, num_tokens: int) -> Tensor:
+    def _expected_rows(self, num_tokens: int) -> int:
+        """The rows of an expert if every rank has as many tokens. Without any this rank knows nothing of the others."""
+        return expected_rows(num_tokens or self.max_tokens_per_rank, self.a2a.ep_size, self.top_k, self.num_slots)
+
+    def run_experts(self, grouped: ExpertMajor, num_tokens: int, scattered: Sequence[Tensor] | None = None) -> Tensor:
         """The output of this rank's experts for the rows that came, [capacity, hidden_size].
 
-        num_tokens are those of the busiest rank, as far as this one knows.
+        num_tokens are those of the busiest rank, as far as this one knows; scattered are the rows as they arrived,
+        where `grouped` has none of them.
         """
         with self.range("experts"):
-            # The rows of an expert if every rank has as many tokens. Without any this rank knows nothing of the others.
-            tokens = num_tokens or self.max_tokens_per_rank
-            expected = expected_rows(tokens, self.a2a.ep_size, self.top_k, self.num_slots)
-            rows: Tensor = self.experts(grouped.payloads, grouped, expected)
+            rows: Tensor
+            expected = self._expected_rows(num_tokens)
+            if scattered is None:
+                rows = self.experts(grouped.payloads, grouped, expected)
+            else:
+                rows = self.experts(scattered, grouped, expected, grouped.source_rows)
             return rows
 
     @contextlib.contextmanager

@@ -1,0 +1,48 @@
+// Tensors in global memory, as the copy engine of Hopper takes them, and whether this is one.
+#pragma once
+
+#include <cuda.h>
+
+#include <string>
+
+#include "backend.h"
+#include "cuda/driver.h"
+#include "cuda/moe_launch.h"
+
+namespace putget::cuda {
+
+constexpr uint32_t kBoxBytes = 128;  // of a row in a box
+
+// 90 of 9.0.
+inline int capability_of(int ordinal) {
+  int major = 0;
+  int minor = 0;
+  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, ordinal), "cudaDeviceGetAttribute");
+  check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, ordinal), "cudaDeviceGetAttribute");
+  return 10 * major + minor;
+}
+
+constexpr int kHopper = 90;
+
+inline void require_hopper(int ordinal) {
+  const int capability = capability_of(ordinal);
+  if (capability == kHopper) return;
+  throw Error(PUTGET_UNAVAILABLE, "the grouped product needs a GPU of compute capability 9.0, this one has " +
+                                      std::to_string(capability / 10) + "." + std::to_string(capability % 10));
+}
+
+// Bytes [rows, columns]; boxes of `box_rows` times kBoxBytes, swizzled by 128.
+inline CUtensorMap boxes(const void* values, uint64_t rows, uint32_t columns, uint32_t box_rows) {
+  const cuuint64_t sizes[2] = {columns, rows};
+  const cuuint64_t row_bytes[1] = {columns};
+  const cuuint32_t box[2] = {kBoxBytes, box_rows};
+  const cuuint32_t steps[2] = {1, 1};
+  CUtensorMap map{};
+  check(driver().encode_tiled(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<void*>(values), sizes, row_bytes, box,
+                              steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+        "cuTensorMapEncodeTiled");
+  return map;
+}
+
+}  // namespace putget::cuda

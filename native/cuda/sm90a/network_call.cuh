@@ -1,0 +1,178 @@
+// networks.cuh: arguments of a launch, memory that CTAs and warps share, and units in order.
+#pragma once
+
+#include <cuda.h>
+
+#include "cuda/sm90a/ptx_matrix.cuh"
+#include "moe/networks.h"
+
+namespace putget::cuda {
+
+constexpr uint32_t kNetworkThreads = 384;
+constexpr uint32_t kNetworkBlock = 128;  // weights of a block; bytes of a row that a stage has
+
+// One of the two products.
+struct NetworkPhase {
+  CUtensorMap weights;         // [num_experts * n, k], boxes of 128 rows of 128 bytes, swizzled
+  CUtensorMap rows[3];         // [., k], boxes of 16, 32 and 64 rows of 128 bytes, swizzled
+  const float* weight_scales;  // [num_experts, n / 128, k / 128]
+  const float* row_scales;     // [., k / 128]
+  uint32_t n;
+  uint32_t k_blocks;  // of 128 bytes
+  uint32_t wide;      // units beside each other
+  uint32_t step;      // blocks from a unit to the one beside it
+  uint32_t further;   // blocks from a unit's first to its second
+};
+
+// Shared by all CTAs of a launch; zeros before and after it.
+struct NetworkProgress {
+  uint32_t taken;     // units, in order
+  uint32_t ended;     // CTAs
+  uint32_t ready[1];  // [tiles of rows] units of the first product that are done
+};
+
+struct NetworkCall {
+  NetworkPhase phase[2];
+  const uint8_t* scattered;  // rows of the first product, of which source_rows has those of a tile; or null
+  const int32_t* source_rows;
+  uint8_t* between;
+  float* between_scales;
+  uint16_t* out;
+  const int32_t* starts;
+  const int32_t* counts;
+  NetworkProgress* progress;
+  uint32_t num_experts;
+};
+
+template <uint32_t kTileRows, uint32_t kDepth>
+struct NetworkShape {
+  static constexpr uint32_t kStages = kDepth;
+  static constexpr uint32_t kRows = kTileRows;  // most of a tile
+  static constexpr uint32_t kBlockBytes = kNetworkBlock * kNetworkBlock;
+  static constexpr uint32_t kStageBytes = 2 * kBlockBytes + kRows * kNetworkBlock;
+  static constexpr uint32_t kScales = kRows + 4;  // of a stage: rows, blocks, and to 16 bytes
+  static_assert(kStageBytes % 1024 == 0);
+};
+
+struct NetworkUnit {
+  uint32_t phase;  // 2: there is none, and none will be
+  uint32_t expert;
+  uint32_t tile;  // of rows, of all experts
+  uint32_t first_row;
+  int32_t rows_left;  // of the expert, from first_row on
+  uint32_t block;     // the first of two
+  uint32_t kind;      // 16 << kind rows are multiplied
+};
+
+template <class Shape>
+struct NetworkShared {
+  static constexpr uint32_t kUnits = 4;
+
+  uint64_t full[Shape::kStages];
+  uint64_t empty[Shape::kStages];
+  uint64_t unit_full[kUnits];
+  uint64_t unit_empty[kUnits];
+  NetworkUnit unit[kUnits];
+  uint32_t ends[moe::kNetworkExperts];  // tiles of rows of experts up to and with this one
+  int32_t starts[moe::kNetworkExperts];
+  int32_t counts[moe::kNetworkExperts];
+  float largest[8][Shape::kRows];  // of each warp
+  alignas(16) float quantum[Shape::kRows];
+  alignas(16) float scales[Shape::kStages][Shape::kScales];
+};
+
+template <class Shape>
+constexpr uint32_t network_shared_bytes() {
+  return Shape::kStages * Shape::kStageBytes + sizeof(NetworkShared<Shape>) + 1024;  // to align the stages
+}
+
+// A place in a ring, and how often all places were used.
+template <uint32_t kPlaces>
+struct NetworkTurn {
+  uint32_t index = 0;
+  uint32_t round = 0;
+  __device__ void next() {
+    if (++index == kPlaces) {
+      index = 0;
+      round ^= 1;
+    }
+  }
+};
+
+// Bytes [rows, 128] in shared memory, swizzled by 128, for the tensor cores; `address` and steps of 32 along a row.
+__device__ __forceinline__ uint64_t network_operand(uint32_t address) {
+  constexpr uint64_t kSwizzle128 = 1ull << 62;
+  constexpr uint64_t kEightRows = uint64_t{1024 / 16} << 32;
+  return kSwizzle128 | kEightRows | (uint64_t{1} << 16) | ((address & 0x3ffff) / 16);
+}
+
+// The warps of a CTA see units in the same order.
+template <class Shape>
+struct NetworkUnits {
+  NetworkShared<Shape>& shared;
+  NetworkTurn<NetworkShared<Shape>::kUnits> turn;
+
+  __device__ explicit NetworkUnits(NetworkShared<Shape>& block_shared) : shared(block_shared) {}
+
+  // Whole warps call it. False: there are no more.
+  __device__ bool get(NetworkUnit& unit) {
+    ptx::barrier_wait(ptx::shared_address(&shared.unit_full[turn.index]), turn.round);
+    unit = shared.unit[turn.index];
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::barrier_arrive(ptx::shared_address(&shared.unit_empty[turn.index]));
+    turn.next();
+    return unit.phase < 2;
+  }
+
+  // One thread.
+  __device__ void put(const NetworkUnit& unit) {
+    ptx::barrier_wait(ptx::shared_address(&shared.unit_empty[turn.index]), turn.round ^ 1);
+    shared.unit[turn.index] = unit;
+    ptx::barrier_arrive(ptx::shared_address(&shared.unit_full[turn.index]));
+    turn.next();
+  }
+
+  // ... after the last: until every warp has got that one.
+  __device__ void wait_for_all() {
+    for (uint32_t i = 0; i < NetworkShared<Shape>::kUnits; ++i, turn.next()) {
+      ptx::barrier_wait(ptx::shared_address(&shared.unit_empty[turn.index]), turn.round ^ 1);
+    }
+  }
+};
+
+// One thread's way through the order of all units; numbers ascend.
+template <class Shape>
+struct NetworkOrder {
+  const NetworkCall& call;
+  const NetworkShared<Shape>& shared;
+  uint32_t expert = 0;  // of the last unit
+  uint32_t last_phase = 0;
+
+  __device__ NetworkUnit at(uint32_t number) {
+    const uint32_t tiles = shared.ends[call.num_experts - 1];
+    const uint32_t first_units = tiles * call.phase[0].wide;
+    const uint32_t phase = number < first_units ? 0 : 1;
+    if (phase != last_phase) expert = 0;
+    last_phase = phase;
+    if (phase == 1) number -= first_units;
+    const NetworkPhase& product = call.phase[phase];
+    if (number >= tiles * product.wide) return {2, 0, 0, 0, 0, 0, 0};
+    while (number >= shared.ends[expert] * product.wide) ++expert;
+    const uint32_t before = expert == 0 ? 0 : shared.ends[expert - 1];
+    // Units that read the same weights follow each other.
+    const uint32_t high = shared.ends[expert] - before;
+    const uint32_t column = (number - before * product.wide) / high;
+    const uint32_t down = number - before * product.wide - column * high;
+    const int32_t left = shared.counts[expert] - static_cast<int32_t>(down * Shape::kRows);
+    const uint32_t kind = (left > 16) + (left > 32 && Shape::kRows > 32);
+    return {phase, expert, before + down, shared.starts[expert] + down * Shape::kRows, left, product.step * column,
+            kind};
+  }
+};
+
+// Whether a unit whose first block is `block` has a second one.
+__device__ __forceinline__ bool network_has_second(const NetworkPhase& product, uint32_t block) {
+  return block + product.further < product.n / kNetworkBlock;
+}
+
+}  // namespace putget::cuda

@@ -1,0 +1,96 @@
+"""Both products of experts over few rows of block-scaled FP8, and the activation between them, in one kernel.
+
+With few rows a layer takes as long as its weights take to read. A kernel for each product begins and ends without
+reading; one for both reads the second's weights while the first ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from putget import _abi
+from putget.memory.workspace import current_stream
+from putget.moe import grouped_fp8
+from putget.moe.expert_rows import ExpertRows
+from putget.moe.kernels import GATES, Gate
+
+MOST_EXPERTS = 256  # of a rank
+MOST_ROWS = 48  # of an expert: products apart are as fast from there on (benchmarks/grouped_fp8.py)
+MOST_SCATTERED = 16  # of an expert: more rows are faster copied into order first
+
+
+def takes(down: Tensor, expected_rows: int) -> bool:
+    """Whether the kernel takes experts of these sizes, and is the fastest way.
+
+    Args:
+        down: [num_experts, hidden_size, intermediate_size] float8_e4m3fn.
+        expected_rows: Rows of an expert on average.
+    """
+    num_experts, hidden_size, intermediate_size = down.shape
+    return (
+        1 <= num_experts <= MOST_EXPERTS
+        and expected_rows <= MOST_ROWS
+        and num_experts * max(hidden_size, 2 * intermediate_size) < 1 << 31
+        and grouped_fp8.is_native(down.device)
+    )
+
+
+def run(
+    rows: ExpertRows,
+    source_rows: Tensor | None,
+    weights: tuple[Tensor, Tensor, Tensor, Tensor],
+    gate: Gate,
+    progress: Tensor,
+    expected_rows: int,
+    num_sms: int | None = None,
+) -> Tensor:
+    """Each expert's network over its rows, [capacity, hidden_size] bfloat16. Arguments come checked.
+
+    Args:
+        rows: With source_rows as they arrived, [num_rows, hidden_size]; else by expert, [capacity, hidden_size].
+        source_rows: [capacity] int32: which of `rows` an expert's row is; or None.
+        weights: gate_up, its scales, down and its scales, as ``putget.moe.experts.Fp8Experts`` has them.
+        gate: "silu" or "gelu".
+        progress: See ``putget.ExpertMajor``.
+        expected_rows: Rows of an expert on average. It changes the speed, not what is computed.
+        num_sms: Most SMs that are used; None: all.
+    """
+    gate_up, gate_up_scales, down, down_scales = weights
+    num_experts, hidden, intermediate = down.shape
+    capacity = rows.capacity if source_rows is None else len(source_rows)
+    device = down.device
+    out = torch.empty((capacity, hidden), dtype=torch.bfloat16, device=device)
+    between = torch.empty((capacity, intermediate), dtype=torch.float8_e4m3fn, device=device)
+    scales = torch.empty((capacity, intermediate // grouped_fp8.GROUP), device=device)
+    assert rows.scales is not None
+    args = _abi.MoeNetworksArgs(
+        device=_abi.DEVICE_CUDA,
+        ordinal=device.index or 0,
+        rows=rows.codes.data_ptr(),
+        row_scales=rows.scales.data_ptr(),
+        source_rows=None if source_rows is None else source_rows.data_ptr(),
+        gate_up=gate_up.data_ptr(),
+        gate_up_scales=gate_up_scales.data_ptr(),
+        down=down.data_ptr(),
+        down_scales=down_scales.data_ptr(),
+        between=between.data_ptr(),
+        between_scales=scales.data_ptr(),
+        out=out.data_ptr(),
+        starts=rows.starts.data_ptr(),
+        counts=rows.counts.data_ptr(),
+        progress=progress.data_ptr(),
+        num_experts=num_experts,
+        num_rows=len(rows.codes),
+        capacity=capacity,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        expected_rows=max(1, expected_rows),
+        num_sms=num_sms or 0,
+        gate=GATES[gate],
+        stream=current_stream(device),
+    )
+    _abi.call("putget_moe_networks", ctypes.byref(args))
+    return out

@@ -1,0 +1,199 @@
+"""Both products of experts over few rows in one kernel: what it refuses, when it is used, and its bits."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from putget import _abi
+from putget.moe import grouped_fp8, networks
+from putget.moe.expert_rows import ExpertRows
+from putget.moe.experts import fp8_networks, takes_scattered
+from putget.moe.kernels import GATES, Gate
+
+FEW = 4  # expected rows for which tiles have up to 32 rows
+MORE = 40  # ... up to 64
+
+
+def arguments(**changed: Any) -> _abi.MoeNetworksArgs:
+    """Arguments that only a build with CUDA could use: of memory that nothing reads."""
+    names = ("rows", "row_scales", "gate_up", "gate_up_scales", "down", "down_scales", "between", "between_scales")
+    given = {
+        "device": _abi.DEVICE_CUDA,
+        **dict.fromkeys((*names, "out", "starts", "counts", "progress"), 4096),
+        **{"num_experts": 2, "num_rows": 8, "capacity": 8, "hidden_size": 256, "intermediate_size": 128},
+        **changed,
+    }
+    return _abi.MoeNetworksArgs(**given)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"hidden_size": 100}, "hidden_size is 100"),
+        ({"intermediate_size": 192}, "intermediate_size is 192"),
+        ({"num_experts": 257}, "num_experts"),
+        ({"capacity": 0}, "capacity"),
+        ({"num_rows": 0}, "num_rows"),
+        ({"device": _abi.DEVICE_CPU}, "device"),
+        ({"down": 4097}, "16 bytes"),
+        ({"progress": None}, "progress"),
+        ({"gate": 2}, "gate"),
+        ({"num_experts": 256, "hidden_size": 1 << 23}, "too many rows"),
+    ],
+)
+def test_wrong_arguments(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _abi.call("putget_moe_networks", ctypes.byref(arguments(**changed)))
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "hidden", "rows", "native", "wanted"),
+    [
+        (8, 7168, 8, True, (True, True)),
+        (8, 7168, 16, True, (True, True)),
+        (8, 7168, 17, True, (True, False)),
+        (8, 7168, 48, True, (True, False)),
+        (8, 7168, 49, True, (False, False)),
+        (0, 7168, 8, True, (False, False)),
+        (257, 7168, 8, True, (False, False)),
+        (256, 1 << 23, 8, True, (False, False)),
+        (8, 7168, 8, False, (False, False)),
+    ],
+)
+def test_few_rows_of_hopper_take_it(
+    monkeypatch: pytest.MonkeyPatch, num_experts: int, hidden: int, rows: int, native: bool, wanted: tuple[bool, bool]
+) -> None:
+    monkeypatch.setattr(grouped_fp8, "is_native", lambda _: native)
+    down = torch.empty(num_experts, hidden, 2048, dtype=torch.float8_e4m3fn, device="meta")
+    takes = networks.takes(down, rows)
+    assert (takes, takes_scattered(down, rows, torch.float8_e4m3fn)) == wanted
+    assert not takes_scattered(down, rows, torch.bfloat16)  # these have to be quantised first
+
+
+@dataclass
+class Experts:
+    """Rows of a GPU's experts, scattered over as many again, and weights."""
+
+    counts: list[int]
+    hidden: int
+    intermediate: int
+    gap: int = 0
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(sum(self.counts) + self.hidden)
+
+        def weights(n: int, k: int) -> tuple[Tensor, Tensor]:
+            made = [grouped_fp8.quantise_blocks(torch.randn(n, k, generator=generator)) for _ in self.counts]
+            codes = torch.stack([one.view(torch.uint8) for one, _ in made]).view(torch.float8_e4m3fn)
+            return codes.cuda(), torch.stack([scales for _, scales in made]).cuda()
+
+        self.weights = (*weights(2 * self.intermediate, self.hidden), *weights(self.hidden, self.intermediate))
+        starts, places, at = [], [], self.gap
+        for count in self.counts:
+            starts.append(at)
+            places += range(at, at + count)
+            at += count + self.gap
+        rows, scales = grouped_fp8.quantise_rows(torch.randn(2 * at + 1, self.hidden, generator=generator))
+        self.source_rows = torch.full((at,), -1, dtype=torch.int32)
+        self.places = torch.tensor(places, dtype=torch.long)
+        self.source_rows[self.places] = torch.randperm(len(rows), generator=generator)[: len(places)].int()
+        by_expert = self.source_rows.clamp(min=0).long()
+        ordered = rows.view(torch.uint8)[by_expert].view(rows.dtype)
+        self.source_rows = self.source_rows.cuda()
+        self.places = self.places.cuda()
+        self.starts, self.num_rows = (torch.tensor(one, dtype=torch.int32).cuda() for one in (starts, self.counts))
+        self.offsets = torch.cat([self.starts, self.starts[-1:] + self.num_rows[-1:]])
+        self.arrived = (rows.cuda(), scales.cuda())
+        self.ordered = (ordered.cuda(), scales[by_expert].cuda())
+        self.progress: Tensor | None = torch.zeros(2 + len(self.counts) + at // 16, dtype=torch.int32, device="cuda")
+
+    def apart(self, gate: Gate) -> Tensor:
+        """The result of two products and the activation."""
+        own, self.progress = self.progress, None
+        try:
+            return fp8_networks(self.ordered, self, self.weights, gate, FEW)[self.places]
+        finally:
+            self.progress = own
+
+    def left(self) -> int:
+        """Words of progress that the kernel has not cleared."""
+        assert self.progress is not None
+        return int(self.progress.count_nonzero())
+
+
+needs_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+
+
+# Tiles of each kind, several of one expert, experts without rows, a block without a second one, one row, and none.
+CASES = (
+    ([1], 128, 128, 0),
+    ([3, 0, 17, 40, 0, 130], 384, 256, 0),
+    ([0, 0, 65, 1], 256, 384, 3),
+    ([16] * 20, 640, 128, 0),
+    ([0, 0], 256, 128, 1),
+)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("gate", GATES)
+def test_the_bits_are_those_of_two_products(case: tuple[list[int], int, int, int], gate: Gate) -> None:
+    experts = Experts(*case)
+    want = experts.apart(gate)
+    for expected in (FEW, MORE):
+        for rows, source_rows in ((experts.ordered, None), (experts.arrived, experts.source_rows)):
+            for _ in range(3):
+                got = fp8_networks(rows, experts, experts.weights, gate, expected, source_rows)[experts.places]
+                assert torch.equal(got.view(torch.int16), want.view(torch.int16)), (expected, source_rows is None)
+                assert experts.left() == 0
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("num_sms", [1, 2, 7, 132])
+def test_any_number_of_ctas_ends(num_sms: int) -> None:
+    experts = Experts(*CASES[1])
+    want = experts.apart("silu")
+    rows = ExpertRows(*experts.ordered, experts.starts, experts.num_rows)
+    for _ in range(3):
+        got = networks.run(rows, None, experts.weights, "silu", experts.progress, FEW, num_sms)[experts.places]
+        assert torch.equal(got.view(torch.int16), want.view(torch.int16))
+        assert experts.left() == 0
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_layers_in_a_row_and_beside_each_other() -> None:
+    """Launches that begin while the one before them ends, on two streams that share the SMs, in graphs."""
+    both = [Experts(*CASES[1]), Experts(*CASES[3])]
+    wants = [one.apart("silu") for one in both]
+    streams = [torch.cuda.Stream() for _ in both]
+    outs: list[list[Tensor]] = [[], []]
+    graphs = []
+    for one, stream, out in zip(both, streams, outs, strict=True):
+        rows = ExpertRows(*one.ordered, one.starts, one.num_rows)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            networks.run(rows, None, one.weights, "silu", one.progress, FEW)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                out += [networks.run(rows, None, one.weights, "silu", one.progress, FEW) for _ in range(20)]
+            graphs.append(graph)
+    torch.cuda.synchronize()
+    for _ in range(10):
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    for one, out, want in zip(both, outs, wants, strict=True):
+        assert all(torch.equal(got[one.places].view(torch.int16), want.view(torch.int16)) for got in out)
+        assert one.left() == 0
