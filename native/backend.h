@@ -7,8 +7,8 @@
 
 #include "balancer/choice.h"
 #include "error.h"
-#include "moe/plan.h"
 #include "moe/networks.h"
+#include "moe/plan.h"
 #include "moe/product.h"
 #include "protocol/domains/plan.h"
 #include "protocol/round/state.h"
