@@ -1,10 +1,11 @@
-"""The grouped FP8 product on one GPU: Triton's with every kind of tiles, the library's, and torch._grouped_mm in BF16.
+"""Grouped FP8 products on one GPU: Triton's with every kind of tiles, the library's, and torch._grouped_mm in BF16.
 
     python benchmarks/grouped_fp8.py
 
 Rows fall on experts at random. Results are checked before they are timed. The weights are larger than the L2 cache, so
 each run reads them from memory: GB/s counts the weights of experts that have rows. Medians over graphs of some runs.
-putget.moe.grouped_fp8_triton takes its choice of tiles from this table.
+putget.moe.grouped_fp8_triton takes its choice of tiles from this table, putget.moe.networks the rows that it is for
+from the last one: both products and the activation apart, and in one kernel, over rows by expert and as they arrived.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from putget.moe import grouped_fp8, grouped_fp8_triton
+from putget.moe import grouped_fp8, grouped_fp8_triton, networks
 from putget.moe.expert_rows import ExpertRows
 from putget.moe.grouped_fp8_triton import Tiles
 from putget.moe.kernels import gated_activation
 from putget_bench.timing import capture
 
 SHAPES = ((4096, 7168), (7168, 2048))  # (n, k) of the two products of DeepSeek-V3's experts
+_FLOOR_BYTES_A_US = 4.3e6  # at which large products read their weights
 TILES = (
     Tiles(16, True, 5, 4, 64),
     Tiles(16, True, 5, 2),
@@ -56,6 +58,14 @@ def main() -> None:
     print("|---" * 4 + "|")
     for cells in first:
         print("| " + " | ".join(cells) + " |", flush=True)
+    del weights, scales
+    print("\nBoth products and the activation of DeepSeek-V3's experts, us; the floor is that of their weights.\n")
+    print("| rows | apart | in one | in one, as they arrived | floor |")
+    print("|---" * 5 + "|")
+    (n, k), (hidden, intermediate) = SHAPES
+    both = (*_weights(given.num_experts, n, k), *_weights(given.num_experts, hidden, intermediate))
+    for count in given.rows:
+        print("| " + " | ".join(_network_row(count, both)) + " |", flush=True)
 
 
 def _name(tiles: Tiles) -> str:
@@ -128,6 +138,39 @@ def _first_row(count: int, weights: Tensor, scales: Tensor) -> list[str]:
         if not torch.equal(got.view(torch.uint8), want.view(torch.uint8)):
             raise SystemExit(f"{count} rows: the gated product is not the product and its activation")
     return [str(count), *(f"{_microseconds(way):.1f}" for way in (product, activation, gated))]
+
+
+def _network_row(count: int, weights: tuple[Tensor, Tensor, Tensor, Tensor]) -> list[str]:
+    """Cells: both products and the activation in three kernels and in one. Checked: they have the same bits."""
+    gate_up, gate_up_scales, down, down_scales = weights
+    num_experts, hidden, _ = down.shape
+    counts = torch.bincount(torch.randint(num_experts, (count,), device="cuda"), minlength=num_experts).to(torch.int32)
+    starts = (counts.cumsum(0) - counts).to(torch.int32)
+    source_rows = torch.randperm(2 * count, device="cuda")[:count].to(torch.int32)
+    codes, scales = grouped_fp8.quantise_rows(torch.randn(2 * count, hidden, device="cuda").bfloat16())
+    by_expert = codes.view(torch.uint8)[source_rows.long()].view(codes.dtype)
+    ordered = ExpertRows(by_expert, scales[source_rows.long()], starts, counts)
+    arrived = ExpertRows(codes, scales, starts, counts)
+    progress = torch.zeros(2 + num_experts + count // 16, dtype=torch.int32, device="cuda")
+    each = -(-count // num_experts)
+
+    def apart() -> Tensor:
+        between = grouped_fp8.gated_fp8_mm(ordered, gate_up, gate_up_scales, "silu", expected_rows=each)
+        active = ExpertRows(*between, starts, counts)
+        return grouped_fp8.grouped_fp8_mm(active, down, down_scales, expected_rows=each)
+
+    def in_one() -> Tensor:
+        return networks.run(ordered, None, weights, "silu", progress, each)
+
+    def scattered() -> Tensor:
+        return networks.run(arrived, source_rows, weights, "silu", progress, each)
+
+    want = apart().view(torch.int16)
+    for name, way in (("in one", in_one), ("in one, as they arrived", scattered)):
+        if not torch.equal(way().view(torch.int16), want):
+            raise SystemExit(f"{count} rows: {name} has other bits than apart")
+    floor = int((counts > 0).sum()) * 3 * hidden * down.shape[2] / _FLOOR_BYTES_A_US
+    return [str(count), *(f"{_microseconds(way):.1f}" for way in (apart, in_one, scattered)), f"{floor:.1f}"]
 
 
 def _weights(num_experts: int, n: int, k: int) -> tuple[Tensor, Tensor]:
