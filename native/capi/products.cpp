@@ -82,6 +82,9 @@ putget_status putget_moe_networks(const putget_moe_networks_args* args) {
                 std::to_string(putget::kScaleBlock));
     const uint32_t largest = std::max(args->hidden_size, 2 * args->intermediate_size);
     require(uint64_t{args->num_experts} * largest <= kMostRows, "the weights of all experts have too many rows");
+    require(args->source_rows != nullptr || args->num_rows >= args->capacity,
+            "num_rows is " + std::to_string(args->num_rows) + ", without source_rows expected " +
+                std::to_string(args->capacity) + " or more");
     require_range("num_sms", args->num_sms, 0, putget::capi::kMaxSms);
     require_range("gate", args->gate, PUTGET_SILU, PUTGET_GELU);
     require_pointer("rows", args->rows);

@@ -34,7 +34,6 @@ struct MoeExec : Exec {
   Value from(Value value, uint32_t) const {
     return value;
   }
-  void look_ahead(const void*) const {}
   void add(uint32_t* counter, uint32_t amount) const { *counter += amount; }
   template <uint32_t kCount>
   void put_codes(uint8_t* to, const float (&value)[kCount]) const {
@@ -82,7 +81,7 @@ void moe_group(const moe::Grouping& group, const moe::CopyPlan& copy) {
   MoeExec exec;
   moe::SourceScratch sources;
   const moe::GroupTables tables(group.sizes, group.scratch());
-  if (copy.num_payloads == 0) return moe::group_alone(exec, group, sources, tables, 0);
+  if (copy.num_payloads == 0) return moe::group_alone(exec, group, sources, tables);
   moe::count_rows(exec, group, sources, tables);
   uint32_t lost = 0;  // which the first has counted
   const moe::Share rows = moe::count_share(exec, group, sources, tables, lost);

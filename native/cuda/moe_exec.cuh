@@ -51,8 +51,6 @@ struct MoeExec : Exec {
     return __shfl_sync(0xffffffffu, value, lane);
   }
 
-  __device__ void look_ahead(const void* address) const { ptx::load_ahead(address); }
-
   __device__ void add(uint32_t* counter, uint32_t amount) const { atomicAdd(counter, amount); }
   template <uint32_t kCount>
   __device__ void put_codes(uint8_t* to, const float (&value)[kCount]) const {

@@ -43,14 +43,13 @@ __global__ void __launch_bounds__(kMoeThreads) count_kernel(const __grid_constan
   moe::count_rows(exec, group, sources, tables_of(group, memory));
 }
 
-__global__ void __launch_bounds__(kPlaceThreads, 1)
-    group_kernel(const __grid_constant__ moe::Grouping group, uint32_t expected_rows) {
+__global__ void __launch_bounds__(kPlaceThreads, 1) group_kernel(const __grid_constant__ moe::Grouping group) {
   extern __shared__ __align__(128) uint8_t memory[];
   __shared__ moe::SourceScratch sources;
   __shared__ uint32_t sums[moe::kGroupWarps];
   MoeExec<moe::kGroupWarps> exec;
   exec.sums = sums;
-  moe::group_alone(exec, group, sources, tables_of(group, memory), expected_rows);
+  moe::group_alone(exec, group, sources, tables_of(group, memory));
 }
 
 // `warps` copy by bulk; none: rows are moved through registers.
@@ -108,7 +107,7 @@ void moe_group(const moe::Grouping& group, const moe::CopyPlan& copy, uint32_t e
   }
   const uint32_t tables = table_bytes(group.sizes);
   if (copy.num_payloads == 0 && expected_rows != 0 && expected_rows <= kMostAlone / group.sizes.top_k) {
-    launch_moe(group_kernel, Grid{1, kPlaceThreads, tables}, queue, "launching group_kernel", group, expected_rows);
+    launch_moe(group_kernel, Grid{1, kPlaceThreads, tables}, queue, "launching group_kernel", group);
     return;
   }
   uint32_t warps = 0;

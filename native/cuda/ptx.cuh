@@ -171,13 +171,6 @@ __device__ __forceinline__ uint32_t load_peer_if(bool wanted, const uint32_t* ad
   return value;
 }
 
-// A load for the cache's sake: who does not use the value does not wait for it.
-__device__ __forceinline__ uint32_t load_ahead(const void* address) {
-  uint32_t value;
-  asm volatile("ld.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-  return value;
-}
-
 // Two values as E4M3, rounded to nearest even, saturated; the first in the lower byte.
 __device__ __forceinline__ uint16_t narrow_e4m3x2(float low, float high) {
   uint16_t both;

@@ -429,31 +429,12 @@ PUTGET_TEXT void tidy(const Exec& exec, const Grouping& group, const SourceScrat
   if (lane == 0) memo.extent[turn].end = static_cast<int32_t>(end);
 }
 
-// Asks for what will be read, all at once: one of the few reads that would follow each other waits for memory then.
-template <class Exec>
-PUTGET_TEXT void look_ahead(const Exec& exec, const Grouping& group, uint32_t expected_rows) {
-  constexpr uint32_t kWords = 32;  // that come together
-  const uint64_t received = group.sizes.received_rows();
-  const uint32_t rows = expected_rows < received ? expected_rows : static_cast<uint32_t>(received);
-  PUTGET_ROLLED
-  for (uint32_t i = exec.thread() * kWords; i < rows * group.sizes.top_k; i += exec.threads() * kWords) {
-    exec.look_ahead(group.topk_ids + i);
-    exec.look_ahead(group.topk_weights + i);
-  }
-  PUTGET_ROLLED
-  for (uint32_t i = exec.thread() * kWords; i < sizeof(GroupMemo) / sizeof(uint32_t); i += exec.threads() * kWords) {
-    exec.look_ahead(reinterpret_cast<const uint32_t*>(group.memo()) + i);
-  }
-}
-
 // Both kernels' work by one block, for rows that are not copied.
 template <class Exec>
-PUTGET_TEXT void group_alone(Exec& exec, const Grouping& group, SourceScratch& sources, const GroupTables& tables,
-                             uint32_t expected_rows) {
+PUTGET_TEXT void group_alone(Exec& exec, const Grouping& group, SourceScratch& sources, const GroupTables& tables) {
   const GroupSizes& sizes = group.sizes;
   exec.wait_for_earlier_work();
   exec.let_later_work_begin();
-  look_ahead(exec, group, expected_rows);
   if (exec.thread() == 0) group.memo()->turn ^= 1u;
   uint32_t lost = 0;
   const Share rows = count_share(exec, group, sources, tables, lost);

@@ -523,10 +523,14 @@ class AllToAll:
         elif addend is not None:
             self._native.span.addresses(("addend",), (addend,))
 
-    def check_expert_major_memory(self, memory: ExpertMajorMemory | None) -> None:
-        """Raises ValueError unless memory is None or fits ``received.expert_major(memory=)`` with its defaults."""
-        if memory is not None:
-            self._rounds.grouper.memory_for(1, self._geometry.max_tokens_per_rank, memory)
+    def check_expert_major_memory(self, memory: ExpertMajorMemory | None) -> ExpertMajorMemory:
+        """The memory that ``received.expert_major(memory=)`` uses with its other defaults: by default the object's own.
+
+        Raises:
+            ValueError: It does not fit.
+            ProtocolMisuse: The object has none of its own yet, and a CUDA graph is being captured.
+        """
+        return self._rounds.grouper.memory_for(1, self._geometry.max_tokens_per_rank, memory)
 
     @property
     def payloads(self) -> tuple[Payload, ...]:

@@ -236,7 +236,7 @@ def without_copies(rank: Rank) -> None:
             made = torch.randn(places.capacity, 4, generator=generator).to(rank.device)
             made[valid] = places.weights[valid, None] * 2 + torch.arange(4, device=rank.device)
             rank.meet()
-            results.append(a2a.combine(made, layout=places if own else copied))
+            results.append(a2a.combine(made, layout=copied if into is memory else places))
         assert all(torch.equal(results[0], other) for other in results[1:])
     assert memory.num_bytes < a2a.expert_major_memory(4).num_bytes
     a2a.close()

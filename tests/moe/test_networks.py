@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +12,15 @@ import torch
 from torch import Tensor
 
 from putget import _abi
-from putget.moe import grouped_fp8, networks
+from putget.moe import fused_layer, grouped_fp8, networks
 from putget.moe.expert_rows import ExpertRows
 from putget.moe.experts import fp8_networks, takes_scattered
 from putget.moe.kernels import GATES, Gate
+from tests.harness import Rank, run_ranks
+from tests.moe.dense import Dense
+from tests.moe.layers import make_layer
+from tests.moe.test_fused import open_a2a, weights_of
+from tests.moe.test_grouped_fp8 import Product
 
 FEW = 4  # expected rows for which tiles have up to 32 rows
 MORE = 40  # ... up to 64
@@ -40,6 +46,7 @@ def arguments(**changed: Any) -> _abi.MoeNetworksArgs:
         ({"num_experts": 257}, "num_experts"),
         ({"capacity": 0}, "capacity"),
         ({"num_rows": 0}, "num_rows"),
+        ({"num_rows": 7}, "num_rows is 7, without source_rows expected 8"),
         ({"device": _abi.DEVICE_CPU}, "device"),
         ({"down": 4097}, "16 bytes"),
         ({"progress": None}, "progress"),
@@ -74,6 +81,109 @@ def test_few_rows_of_hopper_take_it(
     takes = networks.takes(down, rows)
     assert (takes, takes_scattered(down, rows, torch.float8_e4m3fn)) == wanted
     assert not takes_scattered(down, rows, torch.bfloat16)  # these have to be quantised first
+
+
+def stand_in(
+    rows: ExpertRows,
+    source_rows: Tensor | None,
+    weights: tuple[Tensor, Tensor, Tensor, Tensor],
+    gate: Gate,
+    progress: Tensor,
+    expected_rows: int,
+) -> Tensor:
+    """The kernel's result by two products, on the CPU, for checked arguments."""
+    capacity = rows.capacity if source_rows is None else len(source_rows)
+    networks._check(rows, source_rows, weights, gate, progress, capacity)
+    assert rows.scales is not None
+    if source_rows is not None:
+        at = source_rows.clamp(min=0).long()
+        codes = rows.codes.view(torch.uint8)[at].view(rows.codes.dtype)
+        rows = ExpertRows(codes, rows.scales[at], rows.starts, rows.counts)
+    active = grouped_fp8.gated_fp8_mm(rows, weights[0], weights[1], gate, expected_rows=expected_rows)
+    second = ExpertRows(*active, rows.starts, rows.counts)
+    return grouped_fp8.grouped_fp8_mm(second, weights[2], weights[3], expected_rows=expected_rows)
+
+
+def scattered_or_not(rank: Rank, row_dtype: torch.dtype) -> list[bool]:
+    """A body: a layer and fused_layer with few rows and with more, by the kernel's stand-in; which were scattered."""
+    dense = Dense(fp8=True, hidden=256, top_k=4)
+    taken: list[bool] = []
+
+    def run(rows: ExpertRows, source_rows: Tensor | None, *more: Any) -> Tensor:
+        taken.append(source_rows is not None)
+        return stand_in(rows, source_rows, *more)
+
+    with make_layer(rank, dense, row_dtype=row_dtype) as layer, open_a2a(rank, dense, row_dtype) as a2a:
+        weights = weights_of(layer)
+        for few in (2, 5, 0, 8):
+            x = dense.tokens(rank.rank, few, few)
+            want = layer(x, busiest_tokens=few)
+            ids, by, _ = layer.route(x)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(grouped_fp8, "is_native", lambda _: True)
+                patch.setattr(networks, "run", run)
+                patch.setattr(networks, "MOST_SCATTERED", 5)  # rows of an expert: with 8 experts those of 5 tokens
+                assert torch.equal(layer(x, busiest_tokens=few), want), few
+                assert torch.equal(fused_layer(a2a, x, ids, by, **weights, busiest_tokens=few), want), few
+        assert len(a2a._rounds.grouper._sets) == 1  # so that a graph of any size can be captured after one call
+        a2a.check()
+    return taken
+
+
+@pytest.mark.parametrize("row_dtype", [torch.float8_e4m3fn, torch.bfloat16], ids=str)
+def test_layers_take_few_rows_where_they_arrived(row_dtype: torch.dtype) -> None:
+    few = row_dtype == torch.float8_e4m3fn
+    for taken in run_ranks(2, scattered_or_not, row_dtype):
+        # Without tokens a rank is ready for 8 of others.
+        assert taken == [few, few, few, few, False, False, False, False]
+
+
+def test_scattered_rows_are_refused_where_nothing_takes_them() -> None:
+    made = Product((3, 1)).make()
+    assert made.rows.scales is not None
+    rows = (made.rows.codes, made.rows.scales)
+    groups: Any = ExpertMajorLike(torch.tensor([0, 3, 4], dtype=torch.int32), made.rows.counts)
+    weights = (made.weights, made.weight_scales, made.weights, made.weight_scales)
+    with pytest.raises(ValueError, match="source_rows is given for 4 rows per expert"):
+        fp8_networks(rows, groups, weights, "silu", FEW, torch.zeros(4, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("gate", lambda _: "relu", "gate is 'relu'"),
+        ("down", lambda down: down.transpose(1, 2), "gate_up has shape"),
+        ("down", lambda down: down.view(torch.int8), "down has dtype"),
+        ("gate_up_scales", lambda scales: scales[:, :1].contiguous(), "weight_scales has shape"),
+        ("down_scales", lambda scales: scales.double(), "down_scales has dtype"),
+        ("source_rows", lambda rows: rows.long(), "source_rows has dtype"),
+        ("progress", lambda words: words[:3], "progress has 3 words, expected 4 or more"),
+    ],
+)
+def test_wrong_tensors(name: str, change: Callable[[Any], Any], message: str) -> None:
+    """A mistake is named before the library is called, which would need a GPU."""
+    first, second = Product((3, 1), n=256, k=256).make(), Product((3, 1), n=256, k=128).make()
+    given: dict[str, Any] = {
+        "gate_up": first.weights,
+        "gate_up_scales": first.weight_scales,
+        "down": second.weights,
+        "down_scales": second.weight_scales,
+        "gate": "silu",
+        "source_rows": torch.zeros(4, dtype=torch.int32),
+        "progress": torch.zeros(4, dtype=torch.int32),
+    }
+    given[name] = change(given[name])
+    gate_up, gate_up_scales, down, down_scales, gate, source_rows, progress = given.values()
+    with pytest.raises(ValueError, match=message):
+        networks.run(first.rows, source_rows, (gate_up, gate_up_scales, down, down_scales), gate, progress, FEW)
+
+
+@dataclass
+class ExpertMajorLike:
+    """Groups that have no progress."""
+
+    offsets: Tensor
+    num_rows: Tensor
 
 
 @dataclass

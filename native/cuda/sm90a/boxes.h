@@ -27,8 +27,9 @@ constexpr int kHopper = 90;
 inline void require_hopper(int ordinal) {
   const int capability = capability_of(ordinal);
   if (capability == kHopper) return;
-  throw Error(PUTGET_UNAVAILABLE, "the grouped product needs a GPU of compute capability 9.0, this one has " +
-                                      std::to_string(capability / 10) + "." + std::to_string(capability % 10));
+  throw Error(PUTGET_UNAVAILABLE,
+              "this kernel of experts' products needs a GPU of compute capability 9.0, this one has " +
+                  std::to_string(capability / 10) + "." + std::to_string(capability % 10));
 }
 
 // Bytes [rows, columns]; boxes of `box_rows` times kBoxBytes, swizzled by 128.

@@ -157,6 +157,7 @@ __device__ __forceinline__ void network_store_out(const NetworkCall& call, const
 
 template <class Shape>
 __device__ __forceinline__ void network_free(NetworkShared<Shape>& shared, uint32_t stage) {
+  __syncwarp();  // all lanes have read the scales
   if (threadIdx.x % 32 == 0) ptx::barrier_arrive(ptx::shared_address(&shared.empty[stage]));
 }
 

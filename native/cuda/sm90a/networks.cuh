@@ -11,9 +11,8 @@
 //   grid      any number of CTAs. Each takes the next unit from a counter: a tile of kRows rows of one expert and two
 //             blocks of 128 weights, neighbours, or one of the gate and the same one of the other factor. All units of
 //             the first product come before those of the second, so whoever waits waits for a CTA that runs
-//   block     one warp brings weights and takes units, one brings rows and scales. Two warpgroups multiply, each half
-//   of
-//             the weights of a block
+//   block     one warp takes units and brings weights, three bring rows and scales. Two warpgroups multiply, each half
+//             of the weights of a block
 //   shared    kStages of 128 bytes of each weight and each row of a tile, and their scales; the units on their way
 //   waits     barriers of the block; for the first products of a tile's rows; before all, for earlier kernels
 #pragma once

@@ -90,7 +90,7 @@ class ExpertMajorMemory:
         layout = _abi.MoeLayout()
         _abi.call("putget_moe_layout_of", ctypes.byref(self._config), ctypes.byref(layout))
         self.num_bytes = int(layout.total_bytes)
-        self._memory = memory = torch.zeros(self.num_bytes, dtype=torch.uint8, device=sizes.device)
+        self._memory = memory = torch.zeros(int(layout.total_bytes), dtype=torch.uint8, device=sizes.device)
         rows = self.capacity = int(layout.capacity)
         experts = sizes.num_local_experts
 
@@ -109,6 +109,7 @@ class ExpertMajorMemory:
         received = (sizes.max_rows * sizes.ep_size, sizes.top_k)
         self._positions = view(layout.positions, received, torch.int32).fill_(-1)
         words = _PROGRESS_WORDS + experts + rows // _PROGRESS_ROWS
+        self.num_bytes += 4 * words
         self._progress = torch.zeros(words, dtype=torch.int32, device=sizes.device)
         if sizes.device.type == "cuda":
             torch.cuda.current_stream(sizes.device).synchronize()  # rounds may use it from any stream

@@ -265,6 +265,10 @@ def fp8_networks(
     if progress is not None and len(codes) and networks.takes(down, expected_rows):
         rows = ExpertRows(codes, scales, starts, counts)
         return networks.run(rows, source_rows, weights, gate, progress, expected_rows)
+    if source_rows is not None:
+        raise ValueError(
+            f"source_rows is given for {expected_rows} rows per expert, which takes_scattered does not allow"
+        )
     active, active_scales = grouped_fp8.gated_fp8_mm(
         ExpertRows(codes, scales, starts, counts), gate_up, gate_up_scales, gate, expected_rows=expected_rows
     )

@@ -75,7 +75,7 @@ def fused_layer(
     if rows == _E4M3 and weights is None:  # codes would have to be made rows again
         raise ValueError("gate_up is bfloat16, with rows of float8_e4m3fn expected float8_e4m3fn weights")
     a2a.check_out(num_tokens, out, addend)
-    a2a.check_expert_major_memory(memory)
+    memory = a2a.check_expert_major_memory(memory)  # with room for rows, which few need: one for batches of all sizes
     payloads = (x,) if rows == torch.bfloat16 else grouped_fp8.quantise_rows(x)
     received = a2a.dispatch(
         topk_ids, topk_weights, *payloads, num_valid_tokens=num_valid_tokens, busiest_tokens=busiest_tokens

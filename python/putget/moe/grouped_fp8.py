@@ -213,7 +213,8 @@ def _native_product(
     _abi.call("putget_moe_product", ctypes.byref(args))
 
 
-def _check(rows: ExpertRows, weights: Tensor, weight_scales: Tensor) -> None:
+def check_rows(rows: ExpertRows, weights: Tensor, weight_scales: Tensor) -> None:
+    """Raises ValueError where rows and weights of one product do not go together."""
     num_experts, n, k = weights.shape
     check_multiple("k", k)
     check_multiple("n", n)
@@ -249,7 +250,7 @@ def grouped_fp8_mm(
     Raises:
         ValueError: An argument has another shape, dtype, device or layout, or k or n is not a multiple of 128.
     """
-    _check(rows, weights, weight_scales)
+    check_rows(rows, weights, weight_scales)
     num_experts, n, k = weights.shape
     out = torch.empty((rows.capacity, n), dtype=torch.bfloat16, device=rows.codes.device)
     if out.is_cuda:
@@ -293,7 +294,7 @@ def gated_fp8_mm(
     Raises:
         ValueError: As there, or n is not a multiple of 256.
     """
-    _check(rows, weights, weight_scales)
+    check_rows(rows, weights, weight_scales)
     num_experts, n, k = weights.shape
     if gate not in GATES:
         raise ValueError(f"gate is {gate!r}, allowed are {' and '.join(map(repr, GATES))}")

@@ -12,14 +12,16 @@ import torch
 from torch import Tensor
 
 from putget import _abi
+from putget._arguments import check_tensor
 from putget.memory.workspace import current_stream
 from putget.moe import grouped_fp8
 from putget.moe.expert_rows import ExpertRows
 from putget.moe.kernels import GATES, Gate
 
 MOST_EXPERTS = 256  # of a rank
-MOST_ROWS = 48  # of an expert: products apart are as fast from there on (benchmarks/grouped_fp8.py)
+MOST_ROWS = 48  # of an expert: with eight experts, products apart are as fast from there on (benchmarks/grouped_fp8.py)
 MOST_SCATTERED = 16  # of an expert: more rows are faster copied into order first
+_TILE_ROWS = 16  # no tile is made for fewer
 
 
 def takes(down: Tensor, expected_rows: int) -> bool:
@@ -38,6 +40,33 @@ def takes(down: Tensor, expected_rows: int) -> bool:
     )
 
 
+def _check(
+    rows: ExpertRows,
+    source_rows: Tensor | None,
+    weights: tuple[Tensor, Tensor, Tensor, Tensor],
+    gate: str,
+    progress: Tensor,
+    capacity: int,
+) -> None:
+    """Raises ValueError where an argument of ``run`` is wrong."""
+    gate_up, gate_up_scales, down, down_scales = weights
+    num_experts, hidden, intermediate = down.shape
+    if gate not in GATES:
+        raise ValueError(f"gate is {gate!r}, allowed are {' and '.join(map(repr, GATES))}")
+    grouped_fp8.check_multiple("intermediate_size", intermediate)
+    check_tensor("gate_up", gate_up, (num_experts, 2 * intermediate, hidden), (torch.float8_e4m3fn,), down.device)
+    grouped_fp8.check_rows(rows, gate_up, gate_up_scales)
+    blocks = (num_experts, hidden // grouped_fp8.GROUP, intermediate // grouped_fp8.GROUP)
+    check_tensor("down", down, (num_experts, hidden, intermediate), (torch.float8_e4m3fn,), down.device)
+    check_tensor("down_scales", down_scales, blocks, (torch.float32,), down.device)
+    if source_rows is not None:
+        check_tensor("source_rows", source_rows, (capacity,), (torch.int32,), down.device)
+    words = 2 + num_experts + capacity // _TILE_ROWS
+    if progress.numel() < words:
+        raise ValueError(f"progress has {progress.numel()} words, expected {words} or more")
+    check_tensor("progress", progress, (progress.numel(),), (torch.int32,), down.device)
+
+
 def run(
     rows: ExpertRows,
     source_rows: Tensor | None,
@@ -47,7 +76,7 @@ def run(
     expected_rows: int,
     num_sms: int | None = None,
 ) -> Tensor:
-    """Each expert's network over its rows, [capacity, hidden_size] bfloat16. Arguments come checked.
+    """Each expert's network over its rows: [capacity, hidden_size] bfloat16; rows of no expert are undefined.
 
     Args:
         rows: With source_rows as they arrived, [num_rows, hidden_size]; else by expert, [capacity, hidden_size].
@@ -57,15 +86,19 @@ def run(
         progress: See ``putget.ExpertMajor``.
         expected_rows: Rows of an expert on average. It changes the speed, not what is computed.
         num_sms: Most SMs that are used; None: all.
+
+    Raises:
+        ValueError: An argument has another shape, dtype, device or layout; nothing has happened.
     """
     gate_up, gate_up_scales, down, down_scales = weights
     num_experts, hidden, intermediate = down.shape
-    capacity = rows.capacity if source_rows is None else len(source_rows)
     device = down.device
+    capacity = rows.capacity if source_rows is None else len(source_rows)
+    _check(rows, source_rows, weights, gate, progress, capacity)
     out = torch.empty((capacity, hidden), dtype=torch.bfloat16, device=device)
     between = torch.empty((capacity, intermediate), dtype=torch.float8_e4m3fn, device=device)
     scales = torch.empty((capacity, intermediate // grouped_fp8.GROUP), device=device)
-    assert rows.scales is not None
+    assert rows.scales is not None  # they are checked
     args = _abi.MoeNetworksArgs(
         device=_abi.DEVICE_CUDA,
         ordinal=device.index or 0,
