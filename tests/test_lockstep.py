@@ -44,6 +44,32 @@ def test_all_ranks_take_part_in_all_passes(own: list[int]) -> None:
         assert sum(not is_idle for _, is_idle in passes) == own[rank]
 
 
+def finish_behind_a_pass(rank: Rank) -> None:
+    """A body: rank 0 hears of a pass and of its end at once, and takes part before it leaves."""
+    step = Lockstep(rank.comm)
+    if rank.rank == 0:
+        step.finish()
+        assert step.begun() is None
+        rank.comm.exchange("rank 0 sleeps", 0, PATIENCE_S)
+        while step._finished[1] == 0:
+            assert not step.all_finished
+        assert not step.all_finished
+        assert step.begun() == "model"
+        step.end(was_idle=True)
+        assert step.all_finished
+    else:
+        rank.comm.exchange("rank 0 sleeps", 0, PATIENCE_S)
+        step.begin()
+        step.end()
+        step.finish()
+    rank.comm.exchange("both are done", 0, PATIENCE_S)
+    step.close()
+
+
+def test_a_pass_that_has_begun_is_not_left_behind() -> None:
+    run_ranks(2, finish_behind_a_pass)
+
+
 def wake(rank: Rank) -> tuple[float, bool]:
     """A body: rank 1 sleeps; rank 0 begins a pass once it does."""
     step = Lockstep(rank.comm)

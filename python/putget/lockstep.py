@@ -161,10 +161,10 @@ class Lockstep:
 
     @property
     def all_finished(self) -> bool:
-        """Whether all ranks have called ``finish`` as often as this one."""
+        """Whether all ranks have called ``finish`` as often as this one, and it has taken part in all passes before."""
         with contextlib.suppress(PeerTimeout):
             self._listen()
-        return min(self._finished.values()) >= self._finished[self._rank]
+        return not self._begun and min(self._finished.values()) >= self._finished[self._rank]
 
     def pause(self, number: int) -> None:
         """This rank begins no pass until its caller goes on, and says so. It takes part until all ranks have said it.
