@@ -20,7 +20,7 @@ namespace putget::cuda {
 namespace {
 
 constexpr uint32_t kPlaceThreads = moe::kGroupWarps * 32;
-constexpr uint32_t kMostAlone = 4096;              // choices that one CTA places as fast as all
+constexpr uint32_t kMostAlone = 4096;              // choices that one CTA places; up to 256 were timed
 constexpr uint32_t kMostSharedBytes = 204 * 1024;  // of place; leaves room for a CTA of count on the same SM
 
 __host__ __device__ uint32_t table_bytes(const moe::GroupSizes& sizes) {
