@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import threading
 from collections.abc import Generator
 
@@ -32,14 +31,16 @@ def _answers() -> Generator[int, None, None]:
             answer = 1
 
 
-@functools.cache
-def listen() -> object:
-    """Lets waits on CPU ask for signals, from now on. Keeps what they ask."""
-    answers = _answers()
-    next(answers)
-    check = _abi.INTERRUPT_CHECK(answers.__next__)
-    _abi.library().putget_set_interrupt_check(check)
-    return check
+_answering = _answers()
+next(_answering)
+# Made once, as the module is imported: ranks that are threads begin together, and of two functions the library might
+# have the one that nobody keeps.
+_check = _abi.INTERRUPT_CHECK(_answering.__next__)
+
+
+def listen() -> None:
+    """Lets waits on CPU ask for signals, from now on."""
+    _abi.library().putget_set_interrupt_check(_check)
 
 
 def take_raised() -> BaseException | None:
