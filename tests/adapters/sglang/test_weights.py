@@ -31,14 +31,14 @@ class Server:
         self.models = [models.Engine(TP, rank) for rank in range(TP)]
         self.loaders: list[str] | None = [LOADER]
         self.version = "default"
-        self.paused = self.open = False
+        self.paused = self.open = self.moves = False
         self.flushes = self.calls = 0
         self.refuses = ""
 
     def __call__(self, path: str, body: dict[str, Any] | None = None) -> Any:
         self.calls += 1
         if path == "/server_info":
-            return {"custom_weight_loader": self.loaders}
+            return {"custom_weight_loader": self.loaders, "enable_eplb": self.moves}
         return getattr(self, path[1:])(**(body or {}))
 
     def pause_generation(self, mode: str) -> None:
@@ -194,6 +194,10 @@ def test_mistakes_are_named() -> None:
     server.loaders = None
     with pytest.raises(ValueError, match=f"start it with {LOADER}"):
         Trainer(TrainerInit(0, [TP]), {}, [server])
+    moving = Server()
+    moving.moves = True
+    with pytest.raises(ValueError, match="--enable-eplb; SGLang would move experts"):
+        Trainer(TrainerInit(0, [TP]), {}, [moving])
     for init, clients, words in (
         (TrainerInit(3, [TP]), [], "rank 3 of 1"),
         (TrainerInit(0, [0]), [server], r"tp_sizes \[0\] came"),

@@ -50,7 +50,7 @@ class Worker:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
         self.model = models.Engine(WORKERS, rank)
-        parallel = SimpleNamespace(data_parallel_index=0, world_size=WORKERS, rank=rank)
+        parallel = SimpleNamespace(data_parallel_index=0, world_size=WORKERS, rank=rank, enable_eplb=False)
         config = SimpleNamespace(parallel_config=parallel, model_config=None)
         backend = SimpleNamespace(backend="putget")
         self.engine = WeightTransferEngineFactory.create_engine(backend, config, torch.device("cpu"), self.model)
@@ -355,6 +355,10 @@ def mistakes_are_named() -> None:
     source = divided(0, 1)
     source.metadata.pop(0)
     with pytest.raises(Exception, match="the checkpoint has nothing for 'embed'"), cluster([source]):
+        pass
+    client = Client()
+    client.workers[1].engine.parallel_config.enable_eplb = True
+    with pytest.raises(Exception, match="enable_eplb: true came"), cluster([whole()], client):
         pass
     with cluster([whole()]) as found:
         found.send(2)

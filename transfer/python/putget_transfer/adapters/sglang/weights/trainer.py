@@ -71,9 +71,12 @@ class TrainerInit:
         if self.rank == 0 and len(clients) != len(self.tp_sizes):
             raise ValueError(f"clients: {len(clients)} came; tp_sizes has {len(self.tp_sizes)} servers")
         for client in clients if self.rank == 0 else ():
-            known = client("/server_info").get("custom_weight_loader") or []
+            server = client("/server_info")
+            known = server.get("custom_weight_loader") or []
             if LOADER not in known:
                 raise ValueError(f"clients: a server has the weight loaders {known}; start it with {LOADER}")
+            if server["enable_eplb"]:  # an expert would land where it was when its slot was recorded
+                raise ValueError("clients: a server has --enable-eplb; SGLang would move experts while versions land")
 
 
 class Trainer:

@@ -71,12 +71,18 @@ class PutgetWeightTransferEngine(WeightTransferEngine[WorkerInit, WorkerUpdate])
         self.guard: Any = None
 
     def init_transfer_engine(self, init_info: WorkerInit) -> None:
-        """Record this worker's slots, and tell all others and the trainers. It waits for no other worker."""
+        """Record this worker's slots, and tell all others and the trainers. It waits for no other worker.
+
+        Raises:
+            ValueError: Parameters that cannot be recorded, which are named, or vLLM moves experts.
+        """
         self.shutdown()
         info, config = init_info, self.parallel_config
         rank = info.first_rank + config.data_parallel_index * config.world_size + config.rank
         rendezvous = Rendezvous.open(info.address, info.port, holds=False, timeout_s=info.deadline_s)
         try:
+            if config.enable_eplb:  # an expert would land where it was when its slot was recorded
+                raise ValueError("enable_eplb: true came; vLLM would move experts while versions land in their slots")
             params = params_in(rendezvous.take({"params": "trainer rank 0"}, time.monotonic() + info.deadline_s)[0])
             entries = checkpoint(params, quantised=info.quantised, scale=info.scale)
             with set_current_vllm_config(self.vllm_config):
