@@ -254,10 +254,10 @@ void DomainRounds::show_to_kernels() {
 }
 
 DomainRounds::~DomainRounds() {
-  if (runs_) {
-    end_last_round();
-    while (!quiet()) std::this_thread::sleep_for(kBetweenLooks);
-  }
+  if (runs_) end_last_round();
+  // Until a write is over, the network reads its source and counts it in the proxy: also where this part has left, and
+  // where the network has delivered nothing.
+  while (!quiet()) std::this_thread::sleep_for(kBetweenLooks);
   memory_->before_fault_is_read.erase(this);
   for (const uint32_t region : regions_) transport_.remove_region(transport_.self, region);
 }

@@ -28,6 +28,12 @@ std::atomic<uint32_t> next_range{0};
 constexpr size_t kImmBytes = sizeof(uint32_t);  // behind an address: the first immediate of its end
 constexpr size_t kGroup = 0;                    // device group
 
+// The words of this thread's last call that failed: the thread that steps proxies may fail while a rank sets up.
+std::string& words() {
+  static thread_local std::string kept;
+  return kept;
+}
+
 // Keeps signals away from threads that are started meanwhile: handlers run in threads of the host's.
 class WithoutSignals {
  public:
@@ -167,14 +173,13 @@ void TransferEngine::close() {
   library_.pt_engine_destroy(engine_);
 }
 
-// Keeps the engine's words, which belong to the thread.
 int TransferEngine::tell(int status) {
-  if (status != PT_OK) error_ = library_.pt_last_error();
+  if (status != PT_OK) words() = library_.pt_last_error();
   return status_of(status);
 }
 
-int TransferEngine::refuse(const char* words) {
-  error_ = words;
+int TransferEngine::refuse(const char* why) {
+  words() = why;
   return PUTGET_TRANSPORT_INVALID;
 }
 
@@ -240,7 +245,7 @@ int TransferEngine::add_peer(void* self, const uint8_t* address, uint64_t bytes,
   while (answer.status.load(std::memory_order_acquire) < 0) std::this_thread::sleep_for(kBetweenLooks);
   end.library_.pt_group_destroy(group);
   if (answer.status != PT_OK) {
-    end.error_ = answer.words;
+    words() = answer.words;
     return PUTGET_TRANSPORT_SYSTEM;
   }
   uint32_t first_imm = 0;
@@ -306,6 +311,6 @@ int TransferEngine::remove_region(void* self, uint32_t region) {
   return end.tell(status);
 }
 
-const char* TransferEngine::error(void* self) { return static_cast<TransferEngine*>(self)->error_.c_str(); }
+const char* TransferEngine::error(void*) { return words().c_str(); }
 
 }  // namespace putget::proxy

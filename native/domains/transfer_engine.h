@@ -57,8 +57,9 @@ class TransferEngine : public Network {
   void open(const EngineOptions& options);
   void reserve(const std::string& what);
   void close();
+  // Both keep the words of a failure for `error`.
   int tell(int status);
-  int refuse(const char* words);
+  int refuse(const char* why);
 
   const EngineLibrary library_;
   const uint32_t rank_;
@@ -75,7 +76,6 @@ class TransferEngine : public Network {
   Numbered<Target> targets_;
   std::map<std::string, uint32_t> peers_;  // by address
   std::vector<uint32_t> peer_imms_;        // [peers_.size()] first immediate at each peer
-  std::string error_;
   putget_transport table_{};
   std::unique_ptr<Thread> stepper_;
 };

@@ -5,7 +5,8 @@
  * your own.
  *
  * Functions for set-up may block and allocate. `write` is for every round: it does neither, and takes no lock. One
- * thread at a time calls the functions of one table. Functions return a putget_transport_status; `error` has the words.
+ * thread at a time calls `write` of one table, and one its other functions: both may do so at once. Functions return a
+ * putget_transport_status; `error` has the words.
  *
  * What the network promises:
  *   1. Writes have no order among each other, not even two writes to one peer.
@@ -75,7 +76,7 @@ typedef struct putget_transport {
   int (*counter_word)(void* self, uint32_t imm, const uint64_t** word);
   int (*write)(void* self, const putget_transport_write* write);
   int (*remove_region)(void* self, uint32_t region);
-  /* The words of the last call that failed, until the next call. */
+  /* The words of the last call of this thread that failed, until this thread's next call. */
   const char* (*error)(void* self);
 } putget_transport;
 

@@ -30,12 +30,12 @@ def refused(monkeypatch: pytest.MonkeyPatch, path: Path) -> str:
     return str(raised.value)
 
 
-def library(folder: Path, name: str, code: str) -> Path:
+def library(folder: Path, name: str, code: str, *options: str) -> Path:
     if CC is None:
         pytest.skip("needs a C compiler")
     source, target = folder / f"{name}.c", folder / f"{name}.so"
     source.write_text(code)
-    subprocess.run([CC, "-shared", "-fPIC", "-o", target, source], check=True)
+    subprocess.run([CC, "-shared", "-fPIC", *options, "-o", target, source], check=True)
     return target
 
 

@@ -1,0 +1,80 @@
+"""Memory that an engine still uses lives on (tests/native/held_engine.c); each thread has words of its own."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import putget
+from putget.group import networks
+from tests.harness import Rank, run_ranks
+from tests.protocol.tags import ROOT
+from tests.protocol.test_engine_library import HEADER, library
+from tests.protocol.transports import INVALID, End, Write, eventually
+
+PATIENCE_S = 60.0
+SHORT_S = 0.5  # for a close that does not wait, though it should
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ctypes.CDLL:
+    """The engine that networks load."""
+    code = (ROOT / "tests" / "native" / "held_engine.c").read_text()
+    path = library(tmp_path, "held_engine", code, f"-I{HEADER.parent}", "-pthread")
+    monkeypatch.setattr(networks, "engine_library", lambda: str(path))
+    return ctypes.CDLL(str(path))
+
+
+def close_with_a_write_under_way(rank: Rank, engine: ctypes.CDLL, over: threading.Event) -> tuple[bool, bool]:
+    """A body: rank 0 misses rank 1, goes on alone and closes; whether that waits for its write, and then ends."""
+    a2a = rank.all_to_all(timeout_s=1.0, warmup_timeout_s=PATIENCE_S)
+    ids, ones = torch.tensor([[0, 2]], dtype=torch.int32), torch.ones(1, 2)
+    a2a.dispatch(ids, ones, torch.ones(1, 4))
+    a2a.combine()
+    if rank.rank == 1:
+        assert over.wait(PATIENCE_S)
+        a2a.close()
+        return True, True
+    engine.held_begin()
+    with pytest.raises(putget.PeerTimeout):
+        a2a.dispatch(ids, ones, torch.ones(1, 4))
+    eventually("nothing is under way", lambda: engine.held_count() > 0)
+    a2a.set_active_ranks([True, False])
+    closing = threading.Thread(target=a2a.close)
+    closing.start()
+    closing.join(SHORT_S)
+    waits = closing.is_alive()
+    if waits:
+        engine.held_end()
+    over.set()
+    closing.join(PATIENCE_S)
+    return waits, not closing.is_alive()
+
+
+def test_an_object_lives_until_its_writes_are_over(engine: ctypes.CDLL) -> None:
+    """Also where a change of the active ranks has ended the part that they are of: they count in its memory."""
+    network = putget.Network("tcp", domain_size=1)
+    over = threading.Event()
+    closed = run_ranks(2, close_with_a_write_under_way, engine, over, mode="thread", network=network)
+    assert closed == [(True, True)] * 2
+
+
+@pytest.mark.usefixtures("engine")
+def test_words_are_those_of_the_threads_own_call() -> None:
+    """The thread that steps proxies may fail in a write while the rank's own thread sets up."""
+    end = End(networks.EngineNetwork(0, 2, "tcp", ("127.0.0.1",), b"secret"), 0)
+    write = Write(size=ctypes.sizeof(Write), target=5)
+
+    def fail() -> str:
+        assert end.table.write(end.table.self, ctypes.byref(write)) == INVALID
+        return str(end.table.error(end.table.self).decode())
+
+    assert end.table.remove_region(end.table.self, 7) == INVALID
+    with ThreadPoolExecutor(1) as stepper:
+        assert stepper.submit(fail).result(PATIENCE_S) == "no such target or sender"
+    assert end.table.error(end.table.self) == b"no such region"
