@@ -320,7 +320,7 @@ def test_a_configuration_that_differs_is_named_on_all_ranks(name: str, device: s
     for message, seconds in run_ranks(3, disagree, AGREED.get(name, {}), options, mode=mode, device=device):
         assert message.startswith(f"{field} differs between ranks")
         assert "rank 2" in message
-        assert seconds < 10
+        assert seconds < 15  # the deadline is 20 s
 
 
 BAD: dict[str, dict[str, Any]] = {
@@ -355,7 +355,7 @@ def test_one_ranks_wrong_argument_reaches_the_others_promptly(name: str, mode: s
         kind, message, seconds = results[rank]
         assert kind != "PeerTimeout"
         assert "rank 1" in message
-        assert seconds < 5
+        assert seconds < 15  # the deadline is 20 s
 
 
 def disagree_on_workspace(rank: Rank) -> str:

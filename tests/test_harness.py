@@ -28,7 +28,7 @@ def fail_on_last(rank: Rank) -> int:
 
 def hang_on_last(rank: Rank) -> int:
     if rank.rank == rank.size - 1:
-        time.sleep(8)
+        time.sleep(60)
     return rank.rank
 
 
@@ -62,7 +62,7 @@ def test_a_stuck_rank_is_reported_with_its_stack(mode: str) -> None:
     started = time.monotonic()
     with pytest.raises(RankError) as caught:
         run_ranks(2, hang_on_last, mode=mode, timeout=1)
-    assert time.monotonic() - started < 6
+    assert time.monotonic() - started < 40
     assert "rank 1: no answer in time" in str(caught.value)
     assert "in hang_on_last" in str(caught.value)
     check_case(CASE, run_ranks(2, play, CASE, mode=mode))

@@ -30,7 +30,7 @@ def alltoall(rank: Rank, layer: Layer) -> FourPayloadAllToAll:
         layer.max_tokens_per_rank,
         hidden_size=layer.hidden_size,
         device="cpu",
-        timeout_s=1.0,
+        timeout_s=3.0,
         warmup_timeout_s=20.0,
     )
 

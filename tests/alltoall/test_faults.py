@@ -269,8 +269,7 @@ def test_between_dispatch_and_combine(ranks: RankProcesses, number: signal.Signa
 def test_inside_its_dispatch(ranks: RankProcesses, number: signal.Signals) -> None:
     """The rows of the victim are there and its flag is set, so the others see a whole round but for its combine."""
     start(ranks)
-    ranks.submit(1, timed_out, dispatch, 1)
-    time.sleep(0.3)
+    ranks.submit_and_nap(1, timed_out, dispatch, 1)
     ranks.signal(1, number)
     ranks.call(dispatch, 1, ranks=[0, 2, 3])
     require_timeout_in_combine(ranks, 1, SENTINEL)
@@ -287,8 +286,7 @@ def test_inside_its_combine(ranks: RankProcesses, number: signal.Signals) -> Non
     """The victim's rows can still be read, so the round is whole; the next one misses it."""
     start(ranks)
     ranks.call(dispatch, 1)
-    ranks.submit(1, timed_out, combine, 1)
-    time.sleep(0.3)
+    ranks.submit_and_nap(1, timed_out, combine, 1)
     ranks.signal(1, number)
     ranks.call(combine, 1, ranks=[0, 2, 3])
     require_timeout(ranks, (1,), "dispatch", 3, dispatch, 2)
@@ -375,7 +373,7 @@ def test_a_time_out_is_remembered_until_the_ranks_agree_again(ranks: RankProcess
         for got in ranks.call(timed_out, body, *args, ranks=[0, 1, 3]).values():
             assert isinstance(got, Timeout), (body, got)
             assert (got.missing, got.epoch) == ((2,), 2)
-            assert got.seconds < 0.5
+            assert got.seconds < TIMEOUT_S
     shrink(ranks, 2)
     ranks.call(check, ranks=[0, 1, 3])
 

@@ -314,7 +314,7 @@ def miss_a_rank(rank: Rank, asks: tuple[int, ...]) -> tuple[str, tuple[int, ...]
     """A body: the last rank dispatches and does not combine."""
     case = Case(3, (Round(1, (4, 4, 4)),), num_experts=6, top_k=6)
     sent = case.sent(0, rank.rank)
-    with rank.all_to_all(**case.options(), **launch(asks[rank.rank]), timeout_s=0.5, warmup_timeout_s=0.5) as a2a:
+    with rank.all_to_all(**case.options(), **launch(asks[rank.rank]), timeout_s=2.0, warmup_timeout_s=2.0) as a2a:
         arguments = [tensor.to(rank.device) for tensor in (sent.topk_ids, sent.topk_weights, *sent.payloads)]
         a2a.dispatch(*arguments)
         a2a.check()
@@ -333,7 +333,7 @@ def test_a_rank_whose_rows_do_not_come_is_named(asks: tuple[int, ...], device: s
     results = run_ranks(3, miss_a_rank, asks, mode="thread", device=device)
     for phase, missing, seconds in results[:2]:
         assert (phase, missing) == ("combine", (2,))
-        assert seconds < 5
+        assert seconds < 15
 
 
 # Two experts a rank; the first rank needs none of the last one's rows.
@@ -344,7 +344,7 @@ SOME = Case(
     top_k=2,
     output=((512,), torch.float32),  # so long that there is room
 )
-LATE_S = 1.0
+LATE_S = 4.0
 
 
 def wait_for_some(rank: Rank) -> tuple[float, Outcome, Outcome]:

@@ -41,11 +41,11 @@ def test_any_number_of_threads_gives_the_oracles_bits(mode: str, wire: torch.dty
 
 def be_left_alone(rank: Rank) -> tuple[tuple[int, ...], float]:
     """A body: rank 1 comes to no round. Who is missing, and after how many seconds."""
-    options: dict[str, Any] = {**CASE.options(), "num_threads": 4, "timeout_s": 1.0, "warmup_timeout_s": 1.0}
+    options: dict[str, Any] = {**CASE.options(), "num_threads": 4, "timeout_s": 2.0, "warmup_timeout_s": 2.0}
     with rank.all_to_all(**options) as a2a:
         began = time.monotonic()
         if rank.rank == 1:
-            time.sleep(1.5)
+            time.sleep(3.0)
             return (), 0.0
         sent = CASE.sent(0, rank.rank)
         with pytest.raises(putget.PeerTimeout) as caught:
@@ -56,7 +56,7 @@ def be_left_alone(rank: Rank) -> tuple[tuple[int, ...], float]:
 def test_a_wait_of_several_threads_has_a_deadline() -> None:
     for missing, took in run_ranks(3, be_left_alone, mode="thread")[::2]:
         assert missing == (1,)
-        assert 0.9 < took < 10
+        assert 1.9 < took < 20
 
 
 @pytest.mark.parametrize("value", [0, -1, 257, 2.0, "2", True, None])

@@ -69,7 +69,7 @@ def test_every_expert_arrives(size: int, device: str) -> None:
 
 def lose(rank: Rank) -> tuple[str, float]:
     """A body: rank 1 dies in front of its execute."""
-    exchange = ExpertExchange(rank.comm, 64, device=rank.device, timeout_s=1.5)
+    exchange = ExpertExchange(rank.comm, 64, device=rank.device, timeout_s=4.0)
     exchange.bind([tensors(rank.rank, 0)])
     if rank.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -88,8 +88,8 @@ def test_a_rank_that_is_missing_is_named() -> None:
     with fresh_ranks(3) as ranks:
         ranks.submit(1, lose)
         for said, took in ranks.call(lose, ranks=[0, 2], timeout=30).values():
-            assert "heard nothing from rank(s) 1 within 1.5 s" in said
-            assert took < 10
+            assert "heard nothing from rank(s) 1 within 4 s" in said
+            assert took < 25
 
 
 def refuse(rank: Rank) -> None:

@@ -188,6 +188,20 @@ class RankProcesses:
         if number == signal.SIGKILL:
             self._processes[rank].join(10)
 
+    def submit_and_nap(self, rank: int, body: Callable[..., Any], *args: Any) -> None:
+        """Submits a body that comes to wait for other ranks on a CPU, and returns once it waits: then it naps."""
+        status = Path(f"/proc/{self._processes[rank].pid}/status")
+
+        def naps() -> int:
+            lines = status.read_text().splitlines()
+            return int(next(line.split()[1] for line in lines if line.startswith("voluntary_ctxt_switches")))
+
+        before, deadline = naps(), time.monotonic() + 30
+        self.submit(rank, body, *args)
+        while naps() < before + 100:  # a body that computes has a few
+            assert time.monotonic() < deadline, f"rank {rank} does not wait"
+            time.sleep(0.01)
+
     def close(self) -> None:
         """Ends the processes, kindly if they listen."""
         atexit.unregister(self.close)

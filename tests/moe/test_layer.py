@@ -268,7 +268,7 @@ def test_closed() -> None:
 
 def alone(rank: Rank, dense: Dense) -> str:
     """A body: the other rank does not come to a round."""
-    with make_layer(rank, dense, timeout_s=0.2, warmup_timeout_s=1.0) as layer:
+    with make_layer(rank, dense, timeout_s=0.2, warmup_timeout_s=20.0) as layer:
         layer(dense.tokens(rank.rank, 2))
         if rank.rank == 0:
             with pytest.raises(putget.PeerTimeout) as caught:
