@@ -9,6 +9,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -50,11 +51,20 @@ class Team {
   static constexpr uint32_t kYields = 200;     // before a helper sleeps: two calls of a layer come close together
   static constexpr uint64_t kTurn = 1u << 16;  // an order's number is above its number of blocks
 
-  // A child of this process has none of the threads.
+  // Helpers wait with these. They have memory of their own, which a child can leave as it is.
+  struct Waiting {
+    std::mutex mutex;
+    std::condition_variable ordered;
+  };
+
+  // A child of this process has none of the threads. Its copies of mutex and condition know them: to notify or to
+  // destroy these would wait for threads that never come.
   void forget_if_forked() {
     if (owner_ == getpid()) return;
     for (std::thread& helper : helpers_) helper.detach();
     helpers_.clear();
+    static_cast<void>(waiting_.release());
+    waiting_ = std::make_unique<Waiting>();
     owner_ = getpid();
   }
 
@@ -70,10 +80,10 @@ class Team {
   void publish(uint32_t blocks) {
     const uint64_t order = (order_.load(std::memory_order_relaxed) / kTurn + 1) * kTurn + blocks;
     {
-      const std::lock_guard<std::mutex> lock(mutex_);
+      const std::lock_guard<std::mutex> lock(waiting_->mutex);
       order_.store(order, std::memory_order_release);
     }
-    ordered_.notify_all();
+    waiting_->ordered.notify_all();
   }
 
   uint64_t next_order(uint64_t seen) {
@@ -82,8 +92,8 @@ class Team {
       if (order != seen) return order;
       if (looks > kSpins) sched_yield();
     }
-    std::unique_lock<std::mutex> lock(mutex_);
-    ordered_.wait(lock, [&] { return order_.load(std::memory_order_relaxed) != seen; });
+    std::unique_lock<std::mutex> lock(waiting_->mutex);
+    waiting_->ordered.wait(lock, [&] { return order_.load(std::memory_order_relaxed) != seen; });
     return order_.load(std::memory_order_relaxed);
   }
 
@@ -100,8 +110,7 @@ class Team {
 
   pid_t owner_ = getpid();
   std::vector<std::thread> helpers_;
-  std::mutex mutex_;
-  std::condition_variable ordered_;
+  std::unique_ptr<Waiting> waiting_ = std::make_unique<Waiting>();
   std::atomic<uint64_t> order_{kTurn};
   std::atomic<uint32_t> left_{0};  // helpers that have not ended
   void (*call_)(void*, uint32_t) = nullptr;

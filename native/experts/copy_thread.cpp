@@ -27,26 +27,27 @@ CopyThread::CopyThread(Landing& landing) : landing_(landing), owner_(getpid()) {
 CopyThread::~CopyThread() {
   if (owner_ != getpid()) {
     thread_.detach();
+    static_cast<void>(waiting_.release());  // to destroy the condition would wait for the thread
     return;
   }
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<std::mutex> lock(waiting_->mutex);
     stops_ = true;
   }
-  changed_.notify_one();
+  waiting_->changed.notify_one();
   thread_.join();
 }
 
 void CopyThread::expect(uint32_t puts) {
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<std::mutex> lock(waiting_->mutex);
     expected_ = puts;
   }
-  changed_.notify_one();
+  waiting_->changed.notify_one();
 }
 
 void CopyThread::require_running() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::mutex> lock(waiting_->mutex);
   if (!failure_.empty()) throw Error(PUTGET_SYSTEM, "the thread that copies experts has ended: " + failure_);
 }
 
@@ -60,18 +61,18 @@ void CopyThread::run() {
       }
     } while (sleep(copied));
   } catch (const std::exception& error) {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<std::mutex> lock(waiting_->mutex);
     failure_ = error.what();
   }
 }
 
 // Until there may be something to copy. False: the thread shall end.
 bool CopyThread::sleep(uint32_t copied) {
-  std::unique_lock<std::mutex> lock(mutex_);
+  std::unique_lock<std::mutex> lock(waiting_->mutex);
   if (copied == expected_) {
-    changed_.wait(lock, [&] { return stops_ || copied != expected_; });
+    waiting_->changed.wait(lock, [&] { return stops_ || copied != expected_; });
   } else {
-    changed_.wait_for(lock, kBetweenLooks, [&] { return stops_; });
+    waiting_->changed.wait_for(lock, kBetweenLooks, [&] { return stops_; });
   }
   return !stops_;
 }

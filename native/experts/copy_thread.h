@@ -3,6 +3,7 @@
 #pragma once
 
 #include <condition_variable>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -30,10 +31,15 @@ class CopyThread {
   void run();
   bool sleep(uint32_t copied);
 
+  // The thread waits with these. They have memory of their own, which a child can leave as it is.
+  struct Waiting {
+    std::mutex mutex;
+    std::condition_variable changed;
+  };
+
   Landing& landing_;
   const int owner_;  // the process: a child has none of its threads
-  std::mutex mutex_;
-  std::condition_variable changed_;
+  std::unique_ptr<Waiting> waiting_ = std::make_unique<Waiting>();
   uint32_t expected_ = 0;
   bool stops_ = false;
   std::string failure_;  // empty: none

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import putget
+from putget import _abi
 from putget.balancer import ExpertBlobs, Landing, Move
 from putget.balancer.recovery import said_by_all
 from tests.balancer import migration, online
@@ -51,6 +52,21 @@ def test_a_rank_that_dies_leaves_the_others_on_one_placement(ranks: RankProcesse
     assert all(outcome["right"] and outcome["still"] for outcome in outcomes), outcomes
     assert len({outcome["agreed"] for outcome in outcomes}) == 1
     assert all(outcome["slots"] == outcomes[0]["slots"] for outcome in outcomes)
+
+
+def test_a_forked_child_gives_the_landing_up() -> None:
+    """The thread sleeps as the process is copied, and is none of the child's: nothing there waits for it."""
+    (comm,) = putget.Communicator.local(1)
+    slots = torch.zeros(2, 16, dtype=torch.int32)
+    with comm, Landing(comm, [ExpertBlobs({"w": slots})], mover="thread", device="cpu") as landing:
+        time.sleep(0.1)
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(20)
+            _abi.library().putget_landing_destroy(landing._native)
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 WORDS = 16 << 20  # of a large expert: a copy takes tens of milliseconds

@@ -1,4 +1,4 @@
-"""Threads that begin together give the library one function, which lives on: tests/alltoall/test_interrupts.py has the rest."""
+"""Threads that begin together give the library one function, which lives on; see alltoall/test_interrupts.py, too."""
 
 from __future__ import annotations
 
