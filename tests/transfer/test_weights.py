@@ -9,6 +9,7 @@ import json
 import pickle
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -197,6 +198,40 @@ def test_versions_ascend_one_at_a_time(make: Callable[..., Cluster]) -> None:
         rollout.ready()
     with pytest.raises(ValueError, match=r"\[1\] came; \[0\] write"):
         rollout.expect(4, {1: trainers[0]})
+
+
+@pytest.mark.parametrize("commit", ["swap", "paused"])
+def test_a_closed_rank_gives_its_memory_back_and_another_takes_its_place(
+    make: Callable[..., Cluster], commit: str
+) -> None:
+    cluster = make(commit)
+    cluster.source.set(1)
+    cluster.controller.update(1, 30)
+    closed = cluster.rollouts[0]
+    offers = closed.expect(2, {0: cluster.trainer.address()})
+    before = models.version_of(cluster.engines[0], range(6))
+    landing = weakref.ref(closed._copies[0]) if commit == "swap" else None
+    storage = closed.slots.tensors[0].untyped_storage()
+    assert storage.resizable() == (commit == "swap")
+    for _ in range(2):
+        closed.close()
+    assert storage.resizable()  # it is registered no more
+    assert landing is None or landing() is None
+    cluster.source.set(2)
+    assert list(cluster.trainer.publish(2, 30, offers=[offers[0]]).failed) == [0]  # its keys are void
+    assert models.version_of(cluster.engines[0], range(6)) == before == [1]
+    with pytest.raises(ValueError, match="expect: rollout rank 0 is closed"):
+        closed.expect(3, {0: cluster.trainer.address()})
+    with pytest.raises(ValueError, match="no version is expected"):
+        closed.ready()
+    for _ in range(20):  # immediates and memory come back
+        again = weights.Rollout(cluster.own[1], closed.slots, cluster.schedule, 0, commit=commit)  # type: ignore[arg-type]
+        again.close()
+    cluster.rollouts[0] = weights.Rollout(cluster.own[1], closed.slots, cluster.schedule, 0, commit=commit)  # type: ignore[arg-type]
+    cluster.controller = weights.Controller([cluster.trainer], {"replica 0": cluster.rollouts})
+    cluster.source.set(3)
+    assert cluster.controller.update(3, 30).failed == {}
+    assert cluster.versions() == [[3], [3]]
 
 
 def test_an_old_offer_is_void_after_the_next_one(make: Callable[..., Cluster]) -> None:

@@ -85,7 +85,7 @@ class Rollout:
         self.mode, self._own_move = commit, move
         self._held = Held(experts, rank, slots.moved)
         self.version = 0
-        self._torn = False
+        self._torn = self._closed = False
         self._attempt: _Attempt | None = None
         self._senders = schedule.senders(rank)
         self._count = schedule.count(rank)
@@ -152,9 +152,10 @@ class Rollout:
 
         Raises:
             ValueError: An older version, or another one while one is landing; trainers that are missing; experts that
-                are on their way, or have moved since the slots were recorded.
+                are on their way, or have moved since the slots were recorded; this rank is closed.
             UpdateFailed: A sender of an attempt that failed could not be fenced: it might still write. It is named.
         """
+        self._require_open("expect")
         if version == self.version and self.state == "whole":
             return {}
         if version <= self.version:
@@ -278,6 +279,31 @@ class Rollout:
         """Give up the version that is landing: its senders are fenced."""
         if self._attempt is not None and not self._attempt.failed:
             self._fail(f"version {self._attempt.version}, rollout rank {self.rank}: {reason}")
+
+    def close(self) -> None:
+        """Give up the version that is landing, and the memory that versions land in. A second call has no effect.
+
+        The engine stays open, and another `Rollout` may take its place. Slots of experts go back to the others that
+        move them, also where the weights are torn: their tags say so.
+
+        Raises:
+            UpdateFailed: A sender of an attempt that failed could not be fenced: it might still write. It is named, and
+                the memory stays registered; a second call tries again.
+        """
+        if self._closed:
+            return
+        self.abort("it was closed")
+        self._settle()
+        self._closed = True
+        for handle in self._handles:
+            self.engine.dereg_mr(handle)
+        self._imms.release()
+        self._held.give_back()
+        self._handles, self._copies, self._inbox = [], [], None
+
+    def _require_open(self, call: str) -> None:
+        if self._closed:
+            raise ValueError(f"{call}: rollout rank {self.rank} is closed")
 
     def _fail(self, reason: str) -> None:
         """End an attempt. What its senders still send does not land once their fences are over."""
