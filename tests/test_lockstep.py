@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -201,3 +203,16 @@ def test_passes_of_a_rank_that_is_left_out_are_forgotten_but_for_ranks_that_are_
             ranks.submit(rank, leave_one_out)
         found = ranks.results((0, 2))
     assert found == {0: [None, None, None, None, 1], 2: [None, "model", None, None, 1]}
+
+
+def test_a_bell_rings_when_the_interpreter_ends() -> None:
+    """A handler that was registered early runs late: the bell's number is not another file's by then."""
+    code = (
+        "import atexit\n"
+        "bells = []\n"
+        "atexit.register(lambda: (bells[0].set(), print(bells[0].is_set())))\n"
+        "from putget.lockstep import Bell\n"
+        "bells.append(Bell())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")

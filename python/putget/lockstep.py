@@ -40,7 +40,7 @@ class Bell:
 
     def __init__(self) -> None:
         self._file = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        weakref.finalize(self, _give_back, self._file)
+        weakref.finalize(self, _give_back, self._file).atexit = False  # threads and handlers may ring until the end
 
     def fileno(self) -> int:
         """The descriptor that is readable while the bell rings."""

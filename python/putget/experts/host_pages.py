@@ -125,7 +125,8 @@ class Pages:
         self.huge_allowed = bool(args.got & _abi_balancer.HOST_HUGE_ALLOWED)
         self.filled_here = bool(args.got & _abi_balancer.HOST_FILLED_HERE)
         self._registered: list[torch.device] = []
-        weakref.finalize(self, _give_up, self.address, num_bytes, self._registered, os.getpid())
+        end = weakref.finalize(self, _give_up, self.address, num_bytes, self._registered, os.getpid())
+        end.atexit = False  # handlers and threads may still read views when the interpreter ends
 
     @property
     def is_registered(self) -> bool:
