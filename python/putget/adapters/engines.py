@@ -166,11 +166,11 @@ Replace = Callable[[ModuleType], None]
 
 
 class _Loader(importlib.abc.Loader):
-    """A module's own loader, and then something more."""
+    """A module's own loader, and then what waits for the module: a spec may also be looked up and not be used."""
 
-    def __init__(self, loader: Any, then: Sequence[Replace]) -> None:
+    def __init__(self, loader: Any, waiting: dict[str, list[Replace]]) -> None:
         self._loader = loader
-        self._then = then
+        self._waiting = waiting
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -181,7 +181,7 @@ class _Loader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        for step in self._then:
+        for step in self._waiting.pop(module.__name__, ()):
             step(module)
 
 
@@ -200,7 +200,7 @@ class _Watch(importlib.abc.MetaPathFinder):
             find = getattr(finder, "find_spec", None)
             spec = find(fullname, path, target) if find is not None and finder is not self else None
             if spec is not None and spec.loader is not None:
-                spec.loader = _Loader(spec.loader, self.waiting.pop(fullname))
+                spec.loader = _Loader(spec.loader, self.waiting)
                 return spec  # type: ignore[no-any-return]
         return None
 

@@ -105,8 +105,9 @@ class LockstepBatching:
 
     def _generation_loop_body(self, batch_processor: Any, bootstrapping: bool) -> bool:
         """One pass, or a sleep. Whether the loop goes on."""
-        asked, self._asked = self._asked, None
-        if asked is not None:
+        asked = self._asked
+        if asked is not None:  # else another thread may be asking now
+            self._asked = None
             self.spread = asked(self.spread)
         lockstep = self.spread.lockstep
         if self.background_thread_status.local_status == self._statuses.HARD_STOP:
