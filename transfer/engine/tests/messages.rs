@@ -82,7 +82,7 @@ fn an_exhausted_pool_is_back_pressure_and_then_an_error_with_its_name() {
         assert_eq!(send(text, LONG).wait(LONG), Some(Ok(())));
     }
     // Both buffers are with the callback: one message gives up, another is patient.
-    let late = Duration::from_millis(100) * network.slowness();
+    let late = Duration::from_secs(1) * network.slowness();
     let error = failure(send(b"late", late).wait(LONG).unwrap());
     assert_eq!((error.peer, error.reason, error.may_land), (b.name(), Reason::PoolExhausted, false));
     let patient = send(b"three", LONG);
@@ -100,15 +100,15 @@ fn no_receives_and_long_messages_are_errors_with_their_names() {
     let network = Network::new(4);
     let (a, b) = (engine(&network, 1), engine(&network, 1));
     assert_eq!(outcome(|done| a.add_peer_group(&[b.main_address()], &within(LONG), done)), Ok(()));
-    let deadline = Duration::from_millis(100) * network.slowness();
-    let send = |len: usize| {
+    let send = |len: usize, deadline| {
         let bytes = vec![0; len];
         outcome(|done| a.submit_send(&b.main_address(), &bytes, &within(deadline), done))
     };
-    assert_eq!(failure(send(1)).reason, Reason::NoReceives);
+    // It is sent back again and again until then.
+    assert_eq!(failure(send(1, Duration::from_secs(1) * network.slowness())).reason, Reason::NoReceives);
     let _received = receive(&b, 10, 1);
-    assert_eq!(failure(send(11)).reason, Reason::MessageTooLong { allowed: 10 });
-    assert_eq!(send(10), Ok(()));
+    assert_eq!(failure(send(11, LONG)).reason, Reason::MessageTooLong { allowed: 10 });
+    assert_eq!(send(10, LONG), Ok(()));
     let longest = a.max_message();
     let refused = a.submit_send(&b.main_address(), &vec![0; longest + 1], &Options::default(), Done::ignore());
     assert!(matches!(refused, Err(Error::Argument { argument: "bytes", .. })), "{refused:?}");
@@ -288,17 +288,17 @@ fn pools_are_apart_and_a_message_takes_the_shortest_buffer() {
         let callback = move |_: &NetAddr, bytes: &[u8]| sender.send((pool, len, bytes.len())).unwrap();
         b.submit_recvs_to(len, count, &RecvOptions { pool, per_peer: None }, callback).unwrap();
     }
-    let send = |pool, len: usize| {
-        let options = within(Duration::from_millis(300) * network.slowness());
-        outcome(|done| a.submit_send_to(&b.main_address(), pool, &vec![1; len], &options, done))
+    let send = |pool, len: usize, deadline| {
+        outcome(|done| a.submit_send_to(&b.main_address(), pool, &vec![1; len], &within(deadline), done))
     };
     for (pool, len, buffer) in [(0, 10, 10), (0, 11, 1000), (7, 3, 10)] {
-        assert_eq!(send(pool, len), Ok(()));
+        assert_eq!(send(pool, len, LONG), Ok(()));
         assert_eq!(received.recv_timeout(LONG), Ok((pool, buffer, len)));
     }
-    assert_eq!(failure(send(7, 11)).reason, Reason::MessageTooLong { allowed: 10 });
-    assert_eq!(failure(send(0, 1001)).reason, Reason::MessageTooLong { allowed: 1000 });
-    assert_eq!(failure(send(1, 1)).reason, Reason::NoReceives);
+    assert_eq!(failure(send(7, 11, LONG)).reason, Reason::MessageTooLong { allowed: 10 });
+    assert_eq!(failure(send(0, 1001, LONG)).reason, Reason::MessageTooLong { allowed: 1000 });
+    // It is sent back again and again until then.
+    assert_eq!(failure(send(1, 1, Duration::from_secs(1) * network.slowness())).reason, Reason::NoReceives);
 }
 
 #[test]
@@ -324,7 +324,7 @@ fn no_peer_takes_the_buffers_of_the_others() {
     eventually("it has what it can get", || flood.iter().filter(|future| future.is_done()).count() == 6);
     assert_eq!(send(&modest, LONG).wait(LONG), Some(Ok(())));
     assert_eq!(send(&modest, LONG).wait(LONG), Some(Ok(())));
-    let late = Duration::from_millis(100) * network.slowness();
+    let late = Duration::from_secs(1) * network.slowness();
     assert_eq!(failure(send(&modest, late).wait(LONG).unwrap()).reason, Reason::PoolExhausted);
     assert_eq!(flood.iter().filter(|future| future.is_done()).count(), 6);
     drop(held);

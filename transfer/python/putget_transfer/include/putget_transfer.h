@@ -360,6 +360,8 @@ int pt_watcher_set_pace(const pt_watcher *watcher, uint32_t pace_us);
 /* Has nobody look at the word until pt_watcher_set_pace. What changes meanwhile is told then, as one change. Writes of pt_submit_when
  * still go. */
 int pt_watcher_pause(const pt_watcher *watcher);
+/* The word is watched no more. A change that was seen before may still be told, also when this has returned: `context` stays valid
+ * until pt_engine_close has returned. */
 void pt_watcher_destroy(pt_watcher *watcher);
 
 #ifdef __cplusplus
