@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -99,6 +100,25 @@ def test_a_program_ends_with_its_caller() -> None:
     while Path(f"/proc/{number}").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not Path(f"/proc/{number}").exists()
+
+
+@pytest.mark.parametrize("told", [b"", (1000).to_bytes(8, "little") + b"a part"], ids=["nothing", "a part"])
+def test_a_caller_that_ends_before_it_has_said_what_it_wants_ends_nobody_else(told: bytes) -> None:
+    """A test kills a program that is just starting, while other programs run."""
+    code = "print('begun', flush=True); print(input())"
+    command = [warm.python(), "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        assert program.stdin is not None
+        assert program.stdout.readline() == "begun\n"
+        with socket.socket(socket.AF_UNIX) as caller:
+            caller.connect(str(Path(warm.python()).with_name("socket")))
+            caller.sendall(told)
+        assert run("-c", "print('another')").stdout == "another\n"
+        program.stdin.write("the end\n")
+        program.stdin.close()
+        assert program.stdout.read() == "the end\n"
+    assert program.returncode == 0
 
 
 def test_options_of_the_interpreter_start_one() -> None:

@@ -101,17 +101,27 @@ class _Program:
 
 
 def _read(caller: socket.socket) -> _Program:
+    """What a caller asks for.
+
+    Raises:
+        OSError: It has ended before it has said that. No descriptor of its files is open then.
+    """
     head, rights, _, _ = caller.recvmsg(8, socket.CMSG_SPACE(_MOST_FILES * array.array("i").itemsize))
     received = array.array("i")
     for level, kind, data in rights:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             received.frombytes(data)
     size, text = int.from_bytes(head, "little"), b""
-    while len(text) < size:
-        part = caller.recv(size - len(text))
-        if not part:
-            raise ConnectionError("the caller has ended")
-        text += part
+    try:
+        while len(text) < size or not head:
+            part = caller.recv(size - len(text))
+            if not part:
+                raise ConnectionError("the caller has ended")
+            text += part
+    except OSError:
+        for file in received:
+            os.close(file)
+        raise
     return _Program(**json.loads(text), received=list(received))
 
 
@@ -126,7 +136,7 @@ def _serve(listener: socket.socket, folder: Path) -> _Program:
                 caller, _ = listener.accept()
                 try:
                     program = _read(caller)
-                except ConnectionError:
+                except OSError:
                     caller.close()
                     continue
                 if (pid := os.fork()) == 0:
