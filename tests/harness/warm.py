@@ -101,10 +101,10 @@ class _Program:
 
 
 def _read(caller: socket.socket) -> _Program:
-    """What a caller asks for.
+    """Takes the words and files of a caller.
 
     Raises:
-        OSError: It has ended before it has said that. No descriptor of its files is open then.
+        OSError: It has ended before they were complete. Its files are closed then.
     """
     head, rights, _, _ = caller.recvmsg(8, socket.CMSG_SPACE(_MOST_FILES * array.array("i").itemsize))
     received = array.array("i")
