@@ -214,5 +214,5 @@ def test_a_bell_rings_when_the_interpreter_ends() -> None:
         "from putget.lockstep import Bell\n"
         "bells.append(Bell())\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")

@@ -17,5 +17,5 @@ def test_a_view_is_readable_until_the_interpreter_ends() -> None:
         "views.append(pages.bytes()[:4096].fill_(1))\n"
         "del pages\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "4096\n", "")
