@@ -20,7 +20,7 @@ import pytest
 from tests.project.checkout import BENCH, PACKAGE, ROOT, SERVE, python_files
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-Known = dict[str, list[tuple[str, Function]]]
+Known = dict[str, list[tuple[Path, Function]]]
 PACKAGES = (PACKAGE, BENCH, SERVE, ROOT / "transfer" / "python" / "putget_transfer")
 LOCK = re.compile(r"(?i)(lock|mutex|condition|semaphore)$")
 # weakref.finalize(object, FUNCTION), weakref.ref(object, FUNCTION), gc.callbacks.append(FUNCTION)
@@ -40,7 +40,7 @@ def functions(paths: list[Path]) -> Known:
     for path in paths:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, Function):
-                found[node.name].append((path.name, node))
+                found[node.name].append((path, node))
     return found
 
 
@@ -68,15 +68,26 @@ def takes_a_lock(node: ast.AST) -> bool:
     return waits != ["False"] and [ast.unparse(argument) for argument in node.args[:1]] != ["False"]
 
 
-def called(node: ast.AST, file: str, known: Known) -> list[tuple[str, Function]]:
-    """The functions that a call may mean: of the same file where it names one of them or its own object."""
+def package_of(file: Path) -> Path | None:
+    return next((package for package in PACKAGES if file.is_relative_to(package)), None)
+
+
+def called(node: ast.AST, file: Path, known: Known) -> list[tuple[Path, Function]]:
+    """The functions that a call may mean: of the same file where it names one of them or its own object.
+
+    Otherwise those of the package, and of others where the package has none: objects of putget hold none of
+    putget_transfer's Python objects, nor these any of putget's.
+    """
     if not isinstance(node, ast.Call):
         return []
     name = name_of(node.func)
     own = not isinstance(node.func, ast.Attribute) or ast.unparse(node.func.value) == "self"
     found = known.get(name, [])
     here = [one for one in found if one[0] == file]
-    return here if own and here else [] if name in OF_OTHERS else found
+    if own and here:
+        return here
+    near = [one for one in found if package_of(one[0]) == package_of(file)]
+    return [] if name in OF_OTHERS else near or found
 
 
 def locks_in_finalisers(paths: list[Path]) -> dict[str, str]:
@@ -89,7 +100,7 @@ def locks_in_finalisers(paths: list[Path]) -> dict[str, str]:
         way, file, function = left.pop()
         for node in ast.walk(function):
             if takes_a_lock(node):
-                found[f"{file}:{node.lineno}"] = way
+                found[f"{file.name}:{node.lineno}"] = way
             for where, next_one in called(node, file, known):
                 if id(next_one) not in ways:
                     ways[id(next_one)] = (f"{way} > {next_one.name}", where, next_one)
