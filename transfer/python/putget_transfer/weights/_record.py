@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -215,12 +216,19 @@ def _own_load(model: Any) -> Callable[[Iterable[tuple[str, Any]]], object]:
 
 def _untouched(memory: _Memory, slots: Sequence[Slot]) -> list[str]:
     """Name the parameters of which no byte is loaded."""
+    offsets: dict[int, list[int]] = {}
+    for slot in slots:
+        offsets.setdefault(slot.memory, []).append(slot.offset)
+    for one in offsets.values():
+        one.sort()
     names = []
     for name, tensor in memory.parts:
         number = memory.number(tensor)
+        loaded = [] if number is None else offsets.get(number, [])
         first = tensor.storage_offset() * tensor.element_size()
         end = first + tensor.numel() * tensor.element_size()
-        if tensor.numel() and not any(slot.memory == number and first <= slot.offset < end for slot in slots):
+        at = bisect.bisect_left(loaded, first)
+        if tensor.numel() and not (at < len(loaded) and loaded[at] < end):
             names.append(name)
     return names
 
