@@ -11,6 +11,7 @@ import queue
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -144,6 +145,20 @@ def test_callbacks_and_flags(pair: tuple[pt.Engine, pt.Engine]) -> None:
     late.add_done_callback(told.put)
     assert isinstance(told.get(timeout=LONG_S), pt.CountMissed)
     assert "imm" not in repr(late)
+
+
+def test_a_transfer_says_how_long_it_has_been_over(pair: tuple[pt.Engine, pt.Engine]) -> None:
+    a, b = pair
+    (src, _), (_dst, desc) = a.alloc_mr(8), b.alloc_mr(8)
+    counted = b.expect_imm_count(9, 1, deadline_s=LONG_S)
+    assert counted.seconds_since_end is None
+    begin = time.perf_counter()
+    a.submit_single_write(8, 9, (src, 0), (desc, 0)).wait(LONG_S)
+    counted.wait(LONG_S)
+    first, second = counted.seconds_since_end, counted.seconds_since_end
+    assert first is not None
+    assert second is not None
+    assert 0 <= first < second < time.perf_counter() - begin
 
 
 def test_a_lost_peer_and_a_cancelled_transfer(network: pt.SimNetwork) -> None:

@@ -52,6 +52,7 @@ PAGES = pt.Pages([0], 8)
 # By the argument that is refused: calls of engine `b` with something of `a`.
 CALLS: dict[str, Callable[[Mine, Mine], object]] = {
     "handle: dereg_mr": lambda a, b: b.engine.dereg_mr(a.handle),
+    "handle: dereg_mrs": lambda a, b: b.engine.dereg_mrs([b.handle, a.handle]),
     "handle: mirror_imm": lambda a, b: b.engine.mirror_imm(1, a.handle, 0),
     "handle: mirror_imms": lambda a, b: b.engine.mirror_imms(1, 2, a.handle, 0),
     "src: submit_single_write": lambda a, b: b.engine.submit_single_write(8, 1, (a.handle, 0), (b.desc, 0)),

@@ -91,6 +91,18 @@ def test_memory_is_registered_in_bulk_and_for_some_groups_alone(
     with pytest.raises(ValueError, match="dst"):
         a.submit_single_write(8, None, (src, 0), (registered[0][1], 0), device_group=0)
     assert b.reg_mrs([]) == []
+    handles = [handle for handle, _ in registered]
+    with pytest.raises(ValueError, match="registration has ended"):
+        b.dereg_mrs([*handles, handles[0]])
+    b.mirror_imm(1, handles[7], 0)
+    with pytest.raises(ValueError, match="still use it"):
+        b.dereg_mrs(handles)
+    assert [handle.read(0, 8) for handle in handles] == [bytes(buffer[:8]) for buffer in buffers]  # all have stayed
+    b.unmirror_imm(1)
+    b.dereg_mrs(handles)
+    b.dereg_mrs([])
+    with pytest.raises(ValueError, match="registration has ended"):
+        handles[0].read(0, 8)
     with pytest.raises(ValueError, match=r"groups: \[2\] came"):
         b.alloc_mr(8, groups=[2])
 

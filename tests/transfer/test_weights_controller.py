@@ -106,7 +106,7 @@ class Target:
     version = 0
 
     def __init__(self, rank: int, offer: bytes | None = None) -> None:
-        self.offer = make_offer("", 1, rank, b"", 0, [], []) if offer is None else offer
+        self.offer = make_offer("", 1, rank, b"", 0, b"", b"") if offer is None else offer
         self.aborted = threading.Event()
 
     def expect(self, _version: int, trainers: dict[int, bytes], _deadline_s: float) -> dict[int, bytes]:

@@ -177,7 +177,7 @@ def test_a_parameter_of_a_later_task_is_counted_once() -> None:
     staging: Any = SimpleNamespace(room=lambda: Room(1_024, limit), bytes=torch.zeros(1_024, dtype=torch.uint8))
     report = Report(1, 0)
     writes = Writes(staging, report, time.monotonic() + WAIT_S)
-    preparer = Later(SimpleNamespace(params=params), tensors, report, "cpu")  # type: ignore[arg-type]
+    preparer = Later(params, tensors, report, "cpu")
     deltas = Deltas(None, None, None, {})  # type: ignore[arg-type]
     tasks = [SimpleNamespace(num_bytes=256)] * 2
     pipeline = Pipeline(0, tasks, works, staging, preparer, writes, nobody, deltas)
@@ -190,6 +190,18 @@ def test_a_parameter_of_a_later_task_is_counted_once() -> None:
     pipeline.release()
     writes.end()
     assert writes.room.held == 0
+
+
+def test_the_time_of_writes_is_counted_once_where_they_overlap() -> None:
+    staging: Any = SimpleNamespace(room=lambda: Room(1_024, 1_024))
+    report = Report(1, 0)
+    writes = Writes(staging, report, time.monotonic() + WAIT_S)
+    spans = [(1.0, 4.0), (2.0, 3.0), (3.5, 6.0), (6.0, 7.0), (10.0, 11.0), (10.5, 10.75), (20.0, 20.5)]
+    for begin, end in spans:
+        writes._ran(report.begun + begin, report.begun + end)
+    writes.end()
+    assert report.write_s == pytest.approx(6 + 1 + 0.5)
+    assert [(round(begin, 6), round(end, 6)) for _, begin, end in report.spans] == [(1, 7), (10, 11), (20, 20.5)]
 
 
 def plain() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], weights.Slots, weights.Schedule]:

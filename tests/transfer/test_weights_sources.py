@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 
 import putget_transfer as pt
 from putget_transfer import weights
-from putget_transfer.weights import _pipeline
+from putget_transfer.weights import _pipeline, _rollout, _trainer
 from putget_transfer.weights._prepare import Preparer
 from putget_transfer.weights._sources import Sources
 from putget_transfer.weights._staging import Writes
@@ -213,33 +214,116 @@ class Pinning:
     def main_address(self) -> Any:
         return SimpleNamespace(providers=["host", "verbs"])
 
-    def reg_mr(self, *_: Any, **__: Any) -> Any:
+    def reg_mrs(self, *_: Any, **__: Any) -> Any:
         raise AssertionError("nothing is registered")
+
+    def dereg_mrs(self, handles: list[Any]) -> None:
+        assert handles == []
 
 
 class Refusing:
-    """An engine that cannot register what it is given."""
+    """An engine that cannot register memory of some lengths, alone or among others."""
+
+    def __init__(self, engine: pt.Engine, lengths: set[int]) -> None:
+        self.engine, self.lengths = engine, lengths
 
     def main_address(self) -> Any:
-        return SimpleNamespace(providers=["nvlink"])
+        return self.engine.main_address()
 
-    def reg_mr(self, *_: Any, **__: Any) -> Any:
-        raise pt.EngineError("memory of another allocator")
+    def reg_mrs(self, memory: list[Any], *, read_only: bool) -> Any:
+        if any(one.nbytes in self.lengths for one in memory):
+            raise pt.EngineError("memory of another allocator")
+        return self.engine.reg_mrs(memory, read_only=read_only)
+
+    def dereg_mrs(self, handles: list[Any]) -> None:
+        self.engine.dereg_mrs(handles)
 
 
 def test_where_registering_pins_or_fails_parts_are_copied() -> None:
-    source = {"a": bf16(80, 30)}
-    model = {"a": torch.zeros(80, 30).bfloat16()}
+    source = {"a": bf16(80, 30), "b": bf16(300, 30), "c": bf16(80, 40)}
+    model = {name: torch.zeros_like(tensor) for name, tensor in source.items()}
     pair = Pair(source, model, whole(model))
     trainer = pair.trainer
-    params = trainer.schedule.params
-    others: list[Any] = [Pinning(), Refusing()]
-    unready = [Sources(engine, trainer.tasks, trainer._works, params, source) for engine in others]
-    found = Sources(pair.engines[0], trainer.tasks, trainer._works, params, source)
-    for one in (*unready, found):
+    pinning: Any = Pinning()
+    refusing: Any = Refusing(pair.engines[0], {source["b"].nbytes})
+    unready, some, found = (Sources(one, trainer._lying, source) for one in (pinning, refusing, pair.engines[0]))
+    for one in (unready, some, found):
         one.look_up()
-    for number in range(len(trainer.tasks)):
-        assert [one.of(number) for one in unready] == [None, None]
+    refused = 0
+    for number, task in enumerate(trainer.tasks):
+        has_refused = any(trainer.params[item[0]][0] == "b" for item in task.items)
+        refused += has_refused
+        assert unready.of(number) is None
+        assert (some.of(number) is None) == has_refused
         assert found.of(number) is not None
-    found.close()
+    assert 0 < refused < len(trainer.tasks)
+    for one in (unready, some, found):
+        one.close()
+    pair.close()
+
+
+class Counting:
+    """An engine whose calls are counted."""
+
+    def __init__(self, engine: pt.Engine, calls: Counter[str]) -> None:
+        self.engine, self.calls = engine, calls
+
+    def __getattr__(self, name: str) -> Any:
+        self.calls[name] += 1
+        return getattr(self.engine, name)
+
+
+def test_a_second_update_does_not_do_again_what_the_first_has_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither what follows from the plan alone, nor one call of the engine for each parameter."""
+    source = {f"w{at}": bf16(16, 100) for at in range(100)}
+    model = {name: torch.zeros_like(tensor) for name, tensor in source.items()}
+    calls: Counter[str] = Counter()
+
+    def count(owner: Any, name: str) -> None:
+        kept = getattr(owner, name)
+
+        def counted(*arguments: Any, **named: Any) -> Any:
+            calls[name] += 1
+            return kept(*arguments, **named)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    for owner, name in ((_trainer, "work_of"), (_trainer, "Lying"), (_trainer, "_planned"), (_rollout, "Copies")):
+        count(owner, name)
+    count(_rollout, "descs_for")
+    monkeypatch.setattr(_trainer, "Sources", lambda engine, *rest: Sources(Counting(engine, calls), *rest))  # type: ignore
+    pair = Pair(source, model, whole(model))
+    num_tasks = len(pair.trainer.tasks)
+    assert 1 < num_tasks < len(source)
+    planned = {"work_of": num_tasks, "Lying": 1, "_planned": 1, "Copies": 1}
+    assert calls == planned
+    for _ in range(2):
+        calls.clear()
+        pair.update()
+        pair.commit()
+        assert calls == {"descs_for": 1, "main_address": 1, "reg_mrs": 1, "dereg_mrs": 1}
+        assert all(torch.equal(model[name], tensor) for name, tensor in source.items())
+        for tensor in source.values():
+            tensor.add_(1)
+    pair.close()
+
+
+OTHERWISE = {
+    "turned": lambda: bf16(32, 24).t(),
+    "negated": lambda: torch._neg_view(bf16(24, 32)),
+    "wrapped": lambda: Wrapped(bf16(24, 32)),
+}
+
+
+@pytest.mark.parametrize("how", OTHERWISE)
+def test_a_parameter_that_lies_otherwise_than_before_is_prepared(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = {"a": bf16(24, 32)}
+    model = {"a": torch.zeros_like(source["a"])}
+    pair, works = Pair(source, model, whole(model)), prepared(monkeypatch)
+    for tensor, num_prepared in ((source["a"], 0), (OTHERWISE[how](), 1), (bf16(24, 32), 1)):
+        source["a"] = tensor
+        pair.update()
+        pair.commit()
+        assert torch.equal(model["a"], getattr(tensor, "held", tensor))
+        assert len(works) == num_prepared
     pair.close()

@@ -330,6 +330,8 @@ class Engine:
 
         Over libfabric (not tcp) the engine keeps the memory until it closes instead, because a write may still land.
         """
+    def dereg_mrs(self, handles: Sequence[MrHandle]) -> None:
+        """End many registrations at once, as `dereg_mr` does one. If one of them is still in use, all of them stay."""
     def submit_send(
         self,
         to: NetAddr,
@@ -699,6 +701,9 @@ class Transfer:
     """A submitted operation."""
 
     def done(self) -> bool: ...
+    @property
+    def seconds_since_end(self) -> float | None:
+        """The time since the operation has ended; None before."""
     def result(self) -> None:
         """Raise what the operation failed with; TimeoutError if it is not over."""
     def wait(self, timeout_s: float | None = None) -> None:

@@ -57,6 +57,7 @@ numbers! {
     nics: usize, u32::MAX;
     num_targets: u32, u32::MAX;
     offset: u64, u64::MAX;
+    offsets: Vec<u64>, u64::MAX;
     ordinal: u16, u16::MAX;
     parts: Vec<(u64, u64, u64)>, u64::MAX;
     planes: u64, u64::MAX;

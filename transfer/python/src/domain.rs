@@ -1,8 +1,6 @@
 //! Memory and addresses, as Python sees them.
 #![allow(unsafe_code)]
 
-use std::sync::PoisonError;
-
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
@@ -114,18 +112,44 @@ impl PyEngine {
         Ok(PyMrDesc { desc })
     }
 
-    fn dereg_mr(&self, py: Python<'_>, handle: &PyMrHandle) -> PyResult<()> {
-        bindings::check_registered_by(self.identity, "handle", &handle.handle()?)?;
-        let taken = handle.handle.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let Some(taken) = taken else { return Err(ended().into()) };
-        let engine = self.engine();
-        // A transfer may still hold it: then the handle goes on.
-        if taken.is_in_use() {
-            *handle.handle.lock().unwrap_or_else(PoisonError::into_inner) = Some(taken);
-            return Err(Error::argument("handle", "transfers or mirrors still use it").into());
+    fn dereg_mr(&self, py: Python<'_>, handle: PyRef<'_, PyMrHandle>) -> PyResult<()> {
+        self.deregister(py, &[handle])
+    }
+
+    fn dereg_mrs(&self, py: Python<'_>, handles: Vec<PyRef<'_, PyMrHandle>>) -> PyResult<()> {
+        self.deregister(py, &handles)
+    }
+}
+
+impl PyEngine {
+    /// Ends all of these registrations, or none.
+    fn deregister(&self, py: Python<'_>, handles: &[PyRef<'_, PyMrHandle>]) -> PyResult<()> {
+        for handle in handles {
+            bindings::check_registered_by(self.identity, "handle", &handle.handle()?)?;
         }
-        match engine {
-            Ok(engine) => Ok(py.allow_threads(|| engine.dereg_mr(taken))?),
+        let mut taken = Vec::with_capacity(handles.len());
+        let mut problem = None;
+        for handle in handles {
+            match handle.slot().take() {
+                Some(own) => taken.push(own),
+                // The same handle came twice.
+                None => problem = Some(ended()),
+            }
+            if problem.is_some() {
+                break;
+            }
+        }
+        if problem.is_none() && taken.iter().any(MrHandle::is_in_use) {
+            problem = Some(Error::argument("handle", "transfers or mirrors still use it"));
+        }
+        if let Some(problem) = problem {
+            for (handle, own) in handles.iter().zip(taken) {
+                *handle.slot() = Some(own);
+            }
+            return Err(problem.into());
+        }
+        match self.engine() {
+            Ok(engine) => Ok(py.allow_threads(|| engine.dereg_mrs(taken))?),
             // A closed engine has no registrations.
             Err(_) => Ok(()),
         }

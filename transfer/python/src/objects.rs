@@ -1,11 +1,12 @@
 //! Memory and addresses that Python holds. What it does with them is in domain.rs.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::errors::PyResult;
+use crate::held::lock;
 use putget_transfer::Error;
 use putget_transfer::MrHandle;
 use putget_transfer::{Device, MrDesc, NetAddr};
@@ -29,7 +30,7 @@ pub(crate) fn ended() -> Error {
 /// Registered memory.
 #[pyclass(name = "MrHandle", module = "putget_transfer", frozen)]
 pub(crate) struct PyMrHandle {
-    pub handle: Mutex<Option<MrHandle>>,
+    handle: Mutex<Option<MrHandle>>,
 }
 
 impl PyMrHandle {
@@ -38,7 +39,12 @@ impl PyMrHandle {
     }
 
     pub fn handle(&self) -> Result<MrHandle, Error> {
-        self.handle.lock().unwrap_or_else(PoisonError::into_inner).clone().ok_or_else(ended)
+        self.slot().clone().ok_or_else(ended)
+    }
+
+    /// Where the engine's own handle lies until its registration ends.
+    pub fn slot(&self) -> MutexGuard<'_, Option<MrHandle>> {
+        lock(&self.handle)
     }
 }
 

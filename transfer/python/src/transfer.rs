@@ -20,6 +20,8 @@ const SLICE: Duration = Duration::from_millis(50);
 #[derive(Default)]
 struct State {
     outcome: Option<Outcome>,
+    /// When it was told.
+    end: Option<Instant>,
     /// They change with Python's lock held.
     callbacks: Vec<PyObject>,
     /// Theirs among what the engine holds.
@@ -69,6 +71,7 @@ impl Progress {
         let none = {
             let mut state = self.state();
             state.outcome = Some(outcome.clone());
+            state.end = Some(Instant::now());
             state.callbacks.is_empty()
         };
         self.changed.notify_all();
@@ -191,6 +194,11 @@ impl PyTransfer {
             Some(outcome) => Ok(outcome?),
             None => Err(PyTimeoutError::new_err("the transfer is not over").into()),
         }
+    }
+
+    #[getter]
+    fn seconds_since_end(&self) -> Option<f64> {
+        self.progress.state().end.map(|end| end.elapsed().as_secs_f64())
     }
 
     #[pyo3(signature = (timeout_s=None))]

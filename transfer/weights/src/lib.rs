@@ -9,6 +9,7 @@ mod area;
 mod balance;
 mod model;
 mod pieces;
+mod place;
 mod plan;
 #[cfg(test)]
 mod plan_tests;
@@ -18,7 +19,8 @@ mod writer;
 
 pub use area::Area;
 pub use model::{Cell, Dtype, Layout, Memory, Param, Recipe, Scale, Slot, Target};
+pub use place::{Place, pack_descs};
 pub use plan::{PlanOptions, plan};
 pub use runs::{Run, runs};
 pub use schedule::{Dest, Item, Schedule, Task};
-pub use writer::{Place, Source, Writer};
+pub use writer::{Source, Writer};

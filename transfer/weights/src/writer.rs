@@ -2,21 +2,11 @@
 
 use std::sync::Arc;
 
-use putget_transfer::{Done, Engine, Error, MrDesc, MrHandle, Options, TransferId, WriteItem};
+use putget_transfer::{Done, Engine, Error, MrHandle, Options, TransferId, WriteItem};
 
+use crate::place::Place;
 use crate::runs::runs;
 use crate::schedule::{Item, Schedule};
-
-/// Where a rollout rank's memory takes a version: one descriptor and offset for each memory, and the immediate that it counts.
-#[derive(Debug, Clone)]
-pub struct Place {
-    /// The rollout rank.
-    pub target: u32,
-    /// The thing that it counts.
-    pub imm: u32,
-    /// Registered memory, and where in it each memory of the schedule begins.
-    pub memory: Vec<(MrDesc, u64)>,
-}
 
 /// Where the bytes of a task lie.
 #[derive(Debug, Clone, Copy)]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, final
 
-from putget_transfer import Engine, MrDesc, MrHandle, Transfer
+from putget_transfer import Engine, MrHandle, NetAddr, Transfer
 
 def make(
     params: Sequence[Any],
@@ -99,17 +99,26 @@ class Task:
     num_bytes: int
     items: list[tuple[int, str, str, list[int], list[int], bool, int, int]]
 
+def descs_for(engine: Engine, handles: Sequence[MrHandle], peer: NetAddr) -> bytes:
+    """Return descriptors for one peer (`Engine.desc_for`), one after the other, as `Place` reads them."""
+
+@final
+class Place:
+    """Where a rollout rank takes a version.
+
+    `memory` has for each memory of the schedule the number of its descriptor (4 bytes) and the offset in it (8 bytes).
+
+    Raises:
+        ValueError: Bytes that do not say that.
+    """
+
+    def __new__(cls, target: int, imm: int, memory: bytes, descs: bytes) -> Place: ...
+
 @final
 class Writer:
-    """The write stage of one version: `places` are rollout rank, immediate, descriptor and offset of each memory."""
+    """The write stage of one version, to the rollout ranks that have a place."""
 
-    def __new__(
-        cls,
-        engine: Engine,
-        schedule: Schedule,
-        rank: int,
-        places: Sequence[tuple[int, int, Sequence[tuple[MrDesc, int]]]],
-    ) -> Writer: ...
+    def __new__(cls, engine: Engine, schedule: Schedule, rank: int, places: Sequence[Place]) -> Writer: ...
     def targets(self, task: int) -> list[int]:
         """Return the rollout ranks with a place that get something of a task."""
     def num_bytes(self, task: int, target: int) -> int:
@@ -117,7 +126,7 @@ class Writer:
     def write(self, task: int, target: int, handle: MrHandle, offset: int, deadline_s: float) -> Transfer:
         """Write a task's bytes, packed at `offset` of `handle`, to one rollout rank, which counts once."""
     def write_each(
-        self, task: int, target: int, sources: Sequence[tuple[MrHandle, int]], deadline_s: float
+        self, task: int, target: int, handles: Sequence[MrHandle], offsets: Sequence[int], deadline_s: float
     ) -> Transfer:
         """Write a task's bytes, each item's from a handle and an offset of its own, to one rollout rank."""
 

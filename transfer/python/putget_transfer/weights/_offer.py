@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import base64
 import json
+import struct
 from collections.abc import Sequence
 from typing import Any
+
+from putget_transfer._native import MrDesc
 
 _FIELDS = {
     "digest": str,
@@ -13,10 +16,16 @@ _FIELDS = {
     "rank": int,
     "address": str,
     "imm": int,
-    "memory": list,
-    "descs": list,
+    "memory": str,
+    "descs": str,
     "inbox": list,
 }
+_BYTES = ("address", "memory", "descs")
+
+
+def pack_memory(places: Sequence[tuple[int, int]]) -> bytes:
+    """Return, for each memory of a schedule, the number of its descriptor and the offset in it, as offers have them."""
+    return b"".join(struct.pack("<IQ", number, base) for number, base in places)
 
 
 def make_offer(
@@ -25,8 +34,8 @@ def make_offer(
     rank: int,
     address: bytes,
     imm: int,
-    memory: Sequence[tuple[int, int]],
-    descs: Sequence[bytes],
+    memory: bytes,
+    descs: bytes,
     inbox: Sequence[Any] = (),
 ) -> bytes:
     """Return an offer's bytes. Whoever has them may write to the memory: treat them as a secret.
@@ -37,22 +46,19 @@ def make_offer(
         rank: The rollout rank.
         address: How the trainer rank knows it.
         imm: The immediate that it counts.
-        memory: For each memory of the schedule the descriptor, by its place, and the offset in it.
-        descs: Descriptors, valid for this trainer rank alone.
-        inbox: The version that the memory holds, the token of records, the descriptor by its place, and records (task,
+        memory: Where each memory of the schedule lies (`pack_memory`).
+        descs: Descriptors, valid for this trainer rank alone (`descs_for`).
+        inbox: The version that the memory holds, the token of records, the descriptor (`text`), and records (task,
             offset, length). Empty: no deltas.
     """
-    fields = {
-        "digest": digest,
-        "version": version,
-        "rank": rank,
-        "address": base64.b64encode(address).decode(),
-        "imm": imm,
-        "memory": list(memory),
-        "descs": [base64.b64encode(desc).decode() for desc in descs],
-        "inbox": list(inbox),
-    }
-    return json.dumps(fields).encode()
+    fields = {"digest": digest, "version": version, "rank": rank, "imm": imm, "inbox": list(inbox)}
+    found = {"address": text(address), "memory": text(memory), "descs": text(descs)}
+    return json.dumps({**fields, **found}).encode()
+
+
+def text(data: bytes) -> str:
+    """Return bytes as text."""
+    return base64.b64encode(data).decode()
 
 
 def read_offer(offer: bytes) -> dict[str, Any]:
@@ -65,11 +71,8 @@ def read_offer(offer: bytes) -> dict[str, Any]:
         found = json.loads(offer)
         if not all(type(found[name]) is kind for name, kind in _FIELDS.items()):
             raise TypeError("a field of another type")
-        found["address"] = base64.b64decode(found["address"], validate=True)
-        found["descs"] = [base64.b64decode(desc, validate=True) for desc in found["descs"]]
-        found["memory"] = [(int(number), int(base)) for number, base in found["memory"]]
-        if not all(0 <= number < len(found["descs"]) for number, _ in found["memory"]):
-            raise ValueError("a descriptor that is not there")
+        for name in _BYTES:
+            found[name] = base64.b64decode(found[name], validate=True)
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"offers: {len(offer)} bytes came that are no offer: {error}") from error
     return dict(found)
@@ -78,10 +81,10 @@ def read_offer(offer: bytes) -> dict[str, Any]:
 class Delta:
     """The part of an offer about deltas: `base` is the version that the rollout rank holds."""
 
-    def __init__(self, found: dict[str, Any], descs: Sequence[Any]) -> None:
+    def __init__(self, found: dict[str, Any]) -> None:
         try:
-            self.base, self.token, number, records = found["inbox"]
-            self.desc, self.imm = descs[number], int(found["imm"])
+            self.base, self.token, desc, records = found["inbox"]
+            self.desc, self.imm = MrDesc.from_bytes(base64.b64decode(desc, validate=True)), int(found["imm"])
             self.records = {int(task): (int(at), int(length)) for task, at, length in records}
-        except (ValueError, TypeError, IndexError) as error:
+        except (ValueError, TypeError) as error:
             raise ValueError(f"offers: one came without a sound inbox: {error}") from error

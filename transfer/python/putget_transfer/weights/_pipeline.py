@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from putget_transfer._native import MrHandle, Transfer
+from putget_transfer._native import Transfer
 from putget_transfer.weights._deltas import Deltas
 from putget_transfer.weights._model import UpdateFailed
 from putget_transfer.weights._native import Writer
 from putget_transfer.weights._prepare import Preparer, Work
-from putget_transfer.weights._sources import Sources
+from putget_transfer.weights._sources import Ready, Sources
 from putget_transfer.weights._staging import Staging, Writes
 
 MOST_SENT = 32
@@ -36,7 +36,7 @@ class _Begun:
     outside: int
     gathers: int
     event: Any
-    ready: list[tuple[MrHandle, int]] | None = None
+    ready: Ready | None = None
 
 
 class Pipeline:
@@ -136,7 +136,7 @@ class Pipeline:
         if begun.ready is not None:
             writes.begin(None)
             for target in targets:
-                self._submit(begun.number, target, partial(self.writer.write_each, begun.number, target, begun.ready))
+                self._submit(begun.number, target, partial(self.writer.write_each, begun.number, target, *begun.ready))
             return
         first = begun.pieces[0]
         writes.begin(first)

@@ -10,7 +10,6 @@ from typing import Any
 
 from putget_transfer.weights import _kernel
 from putget_transfer.weights._describe import dtype_name, is_dtensor, local
-from putget_transfer.weights._native import Schedule
 from putget_transfer.weights._quantise import BLOCK, blocks_into, scratch_bytes
 from putget_transfer.weights._report import Report
 from putget_transfer.weights._staging import padded
@@ -176,10 +175,11 @@ class Preparer:
     calls return before it is done. One parameter that was brought together is kept, for the parts that follow.
     """
 
-    def __init__(self, schedule: Schedule, tensors: Mapping[str, Any], report: Report, device: Any) -> None:
+    def __init__(self, params: Sequence[Any], tensors: Mapping[str, Any], report: Report, device: Any) -> None:
         import torch
 
-        self.params, self.tensors, self.report = schedule.params, tensors, report
+        self.params, self.tensors, self.report = params, tensors, report
+        self.starts: dict[Any, Any] = {}
         self.device = torch.device(device)
         self.whole: tuple[int, Any] | None = None
         self.gathers = 0
@@ -212,10 +212,13 @@ class Preparer:
 
     def _source(self, part: Part) -> Any:
         """Return a part where it lies."""
+        import torch
+
         tensor = self.tensors[self.params[part.param][0]]
         if not part.gathered:
-            origin, own = local(tensor)
-            return own[slices(part.start, part.size, origin)]
+            with torch.no_grad():
+                origin, own = local(tensor, self.starts)
+            return own if own.shape == tuple(part.size) else own[slices(part.start, part.size, origin)]
         if self.whole is None or self.whole[0] != part.param:
             self.whole = None
             begin = time.perf_counter()

@@ -7,19 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from putget_transfer._native import CountMissed, Engine, EngineError, MrDesc, MrHandle, NetAddr, Transfer
+from putget_transfer._native import CountMissed, Engine, EngineError, MrHandle, NetAddr, Transfer
 from putget_transfer.weights._delta import Unsound
 from putget_transfer.weights._experts import ExpertSlots, Held
 from putget_transfer.weights._inbox import Inbox
 from putget_transfer.weights._model import Slot, Slots, UpdateFailed
-from putget_transfer.weights._native import Schedule
-from putget_transfer.weights._offer import make_offer
+from putget_transfer.weights._native import Schedule, descs_for
+from putget_transfer.weights._offer import make_offer, pack_memory, text
 from putget_transfer.weights._report import metrics_text
 
 CONNECT_S = 1.0
 """How long a connection to a trainer rank may take; one that takes longer is waited for without watching it."""
 NUM_IMMS = 16
 """Attempts take immediates in turn, so that a count of an old attempt is told apart."""
+SMALL = 1 << 20
+"""Bytes of memory below which a copy takes as long as its call, so that many are copied with one call."""
 FENCE_S = 10.0
 """How long a fence may take before it counts as failed. The engine's own bounds are shorter."""
 
@@ -98,10 +100,13 @@ class Rollout:
         self._base: int | None = None
         """The version that the memory holds in which versions land."""
         self._inbox: Inbox | None = None
+        self._inbox_handle: MrHandle | None = None
         self._register()
+        self._memory = pack_memory(self._places)
+        self._moves = Copies(slots)
         if delta_bytes and self.slots.tensors:
             self._inbox = Inbox(schedule, rank, delta_bytes, self.slots.tensors[0].device)
-            self._handles.append(engine.reg_mr(self._inbox.bytes)[0])
+            self._inbox_handle = engine.reg_mr(self._inbox.bytes)[0]
 
     def _register(self) -> None:
         """Register the weights, or a second copy of them."""
@@ -177,10 +182,10 @@ class Rollout:
     def _begin(self, version: int, trainers: Mapping[int, bytes], deadline_s: float) -> dict[int, bytes]:
         """Let the senders in, and return their offers."""
         senders = {rank: NetAddr.from_bytes(trainers[rank]) for rank in self._senders}
-        keys: dict[int, list[MrDesc]] = {}
+        keys: dict[int, bytes] = {}
         for rank, address in senders.items():
             self.engine.admit(address)
-            keys[rank] = [self.engine.desc_for(handle, address) for handle in self._handles]
+            keys[rank] = descs_for(self.engine, self._handles, address)
         imm = self._imms.imm(self._next % NUM_IMMS)
         self._next += 1
         self.engine.reset_imm(imm)
@@ -192,7 +197,7 @@ class Rollout:
         if self.mode == "paused":
             self._held.put_in_force(None)
         self._attempt = _Attempt(version, imm, senders, arrival, unreached)
-        inboxes = self._inboxes()
+        inboxes = self._inboxes(senders)
         # Bytes that land from now on may be a part of the version only.
         self._base = None
         own = self.engine.main_address().to_bytes()
@@ -203,22 +208,26 @@ class Rollout:
                 self.rank,
                 own,
                 imm,
-                self._places,
-                [desc.to_bytes() for desc in descs],
+                self._memory,
+                descs,
                 inboxes.get(rank, ()),
             )
             for rank, descs in keys.items()
         }
 
-    def _inboxes(self) -> dict[int, list[Any]]:
+    def _inboxes(self, senders: Mapping[int, NetAddr]) -> dict[int, list[Any]]:
         """Return what offers say about deltas, by trainer rank; nothing where a version has to come whole."""
-        if self._inbox is None:
+        if self._inbox is None or self._inbox_handle is None:
             return {}
         # Also where none are offered: what is left of an attempt before must not count.
-        token, number = self._inbox.begin(), len(self._handles) - 1
+        token = self._inbox.begin()
         if self._base is None:
             return {}
-        return {rank: [self._base, token, number, self._inbox.records(rank)] for rank in self._senders}
+        found = {}
+        for rank, address in senders.items():
+            desc = self.engine.desc_for(self._inbox_handle, address).to_bytes()
+            found[rank] = [self._base, token, text(desc), self._inbox.records(rank)]
+        return found
 
     def _unreached(self, senders: Mapping[int, NetAddr]) -> list[int]:
         """Connect to trainer ranks; return those without a connection, whose loss would not be noticed."""
@@ -372,7 +381,7 @@ class Rollout:
 
     def _move(self) -> None:
         """Copy the slots of the second copy into the weights."""
-        copy_slots(self.slots, self._copies, self.slots.tensors)
+        self._moves.copy(self._copies, self.slots.tensors)
 
     def metrics_text(self) -> str:
         """Return counts as text for Prometheus."""
@@ -383,18 +392,31 @@ class Rollout:
         return metrics_text("rollout", self._totals) + "\n".join(lines) + "\n"
 
 
-def copy_slots(slots: Sequence[Slot], sources: Sequence[Any], to: Sequence[Any]) -> None:
-    """Copy slots from one list of memory to another, both flat bytes; memory without a source (None) is left out."""
-    covered: dict[int, int] = {}
-    for slot in slots:
-        covered[slot.memory] = covered.get(slot.memory, 0) + _num_bytes(slot)
-    for number, (source, tensor) in enumerate(zip(sources, to, strict=True)):
-        if source is not None and covered.get(number) == tensor.numel():
-            tensor.copy_(source)
-    for slot in slots:
-        source, tensor = sources[slot.memory], to[slot.memory]
-        if source is not None and covered[slot.memory] != tensor.numel():
-            _view(tensor, slot).copy_(_view(source, slot))
+class Copies:
+    """Copies of slots from one list of memory to another: which memory slots fill is found once."""
+
+    def __init__(self, slots: Slots) -> None:
+        covered: dict[int, int] = {}
+        for slot in slots:
+            covered[slot.memory] = covered.get(slot.memory, 0) + _num_bytes(slot)
+        whole = {number: length for number, (_, length) in enumerate(slots.memory) if covered.get(number) == length}
+        self.small = [number for number, length in whole.items() if length < SMALL]
+        self.large = [number for number, length in whole.items() if length >= SMALL]
+        self.slots = [slot for slot in slots if slot.memory not in whole]
+
+    def copy(self, sources: Sequence[Any], to: Sequence[Any]) -> None:
+        """Copy slots in flat bytes; memory without a source (None) is left out."""
+        import torch
+
+        small, large = ([at for at in numbers if sources[at] is not None] for numbers in (self.small, self.large))
+        if small:
+            torch._foreach_copy_([to[at] for at in small], [sources[at] for at in small])
+        for at in large:
+            to[at].copy_(sources[at])
+        for slot in self.slots:
+            source, tensor = sources[slot.memory], to[slot.memory]
+            if source is not None:
+                _view(tensor, slot).copy_(_view(source, slot))
 
 
 def _compared(slots: Slots, schedule: Schedule, rank: int) -> None:

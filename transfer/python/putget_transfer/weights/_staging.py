@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,8 +11,6 @@ from typing import Any
 from putget_transfer._native import Engine, EngineError, MrHandle, Transfer
 from putget_transfer.weights._report import Report
 
-CALLBACK_S = 10.0
-"""How long the callback of a write that has ended may take, before a report goes without it."""
 ALIGNMENT = 256
 """Pieces begin at multiples of it."""
 
@@ -120,7 +117,8 @@ class _Sent:
 
     def __init__(self, piece: int | None) -> None:
         self.piece = piece
-        self.transfers: list[tuple[int, Transfer]] = []
+        self.transfers: list[tuple[int, float, Transfer]] = []
+        """Rollout rank, time of the submission, and the write."""
 
 
 class Writes:
@@ -134,8 +132,9 @@ class Writes:
     def __init__(self, staging: Staging, report: Report, deadline: float) -> None:
         self.room, self.report, self.deadline = staging.room(), report, deadline
         self.sent: deque[_Sent] = deque()
-        self.lock = threading.Condition()
-        self.running, self.since = 0, 0.0
+        self.since: float | None = None
+        self.until = 0.0
+        """From `since` to `until` something was under way without a gap, as far as writes have been waited for."""
         self.kept = 0
 
     def left(self) -> float:
@@ -167,28 +166,30 @@ class Writes:
         except EngineError as error:
             self.report.failed[target] = str(error)
             return
-        with self.lock:
-            if not self.running:
-                self.since = time.perf_counter()
-            self.running += 1
-        self.sent[-1].transfers.append((target, transfer))
-        transfer.add_done_callback(self._over)
+        self.sent[-1].transfers.append((target, time.perf_counter(), transfer))
 
-    def _over(self, _error: Any) -> None:
-        with self.lock:
-            self.running -= 1
-            if not self.running:
-                self.report.ran("write", self.since, time.perf_counter())
-                self.lock.notify_all()
+    def _ran(self, begin: float, end: float) -> None:
+        """Note a write that has ended; they come in the order in which they have begun."""
+        if self.since is None or begin > self.until:
+            self._note()
+            self.since = begin
+        self.until = max(self.until, end)
+
+    def _note(self) -> None:
+        """Tell the report of the time until now."""
+        if self.since is not None:
+            self.report.ran("write", self.since, self.until)
+        self.since = None
 
     def end_oldest(self) -> None:
         """Wait for the writes of the oldest bytes, and give their piece back."""
         begin = time.perf_counter()
-        for target, transfer in self.sent[0].transfers:
+        for target, begun, transfer in self.sent[0].transfers:
             try:
                 transfer.wait()  # it ends at its deadline, and grace, at the latest
             except EngineError as error:
                 self.report.failed.setdefault(target, str(error))
+            self._ran(begun, time.perf_counter() - (transfer.seconds_since_end or 0.0))
         piece = self.sent.popleft().piece
         if piece is not None:
             self.room.give([piece])
@@ -198,12 +199,11 @@ class Writes:
         """Wait for all of them."""
         while self.sent:
             self.end_oldest()
-        with self.lock:  # all have ended; their callbacks may still run
-            self.lock.wait_for(lambda: not self.running, CALLBACK_S)
+        self._note()
 
     def cancel(self) -> None:
         """Call back what is under way, and wait for its end."""
         for sent in self.sent:
-            for _, transfer in sent.transfers:
+            for *_, transfer in sent.transfers:
                 transfer.cancel()
         self.end()

@@ -8,17 +8,17 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from putget_transfer._native import Engine, MrDesc, NetAddr
+from putget_transfer._native import Engine, NetAddr
 from putget_transfer.weights._delta import Kept
 from putget_transfer.weights._deltas import Deltas
 from putget_transfer.weights._describe import dtype_name, is_dtensor
 from putget_transfer.weights._model import UpdateFailed, tensors_of
-from putget_transfer.weights._native import Schedule, Writer
+from putget_transfer.weights._native import Place, Schedule, Task, Writer
 from putget_transfer.weights._offer import Delta, read_offer
 from putget_transfer.weights._pipeline import Pipeline
 from putget_transfer.weights._prepare import Preparer, Work, on, work_of
 from putget_transfer.weights._report import Report, metrics_text
-from putget_transfer.weights._sources import Sources
+from putget_transfer.weights._sources import Lying, Sources
 from putget_transfer.weights._staging import Staging, Writes, padded
 
 SHOWN = 8
@@ -73,14 +73,17 @@ class Trainer:
         """
         self.engine, self.schedule, self.rank, self.group = engine, schedule, rank, group
         self.model, self.device = model, _with_index(device)
-        self.tasks = schedule.tasks(rank)
+        self.tasks, self.params = schedule.tasks(rank), schedule.params
+        self._planned = _planned(self.tasks, self.params)
+        self._known = {name for name, _, _ in self.params}
         self.version = 0
         self.watermark_bytes = watermark_bytes
         self._works: list[Work] = []
+        self._lying: Lying | None = None
         self._staging: Staging | None = None
         self._places: Mapping[str, Any] | None = None
-        self._measure(self._looks(self._checked()))
         self._kept = Kept(schedule, rank) if deltas else None
+        self._measure(self._looks(self._checked()))
         self._busy = threading.Lock()
         self._totals = {"updates": 0, "failed": 0, "bytes": 0}
 
@@ -91,21 +94,17 @@ class Trainer:
     def _checked(self) -> Mapping[str, Any]:
         """Return the tensors by name, compared with the schedule."""
         tensors = dict(tensors_of(self.model))
-        params = self.schedule.params
-        needed = {item[0] for task in self.tasks for item in task.items}
-        gathered = {item[0] for task in self.tasks for item in task.items if item[5]}
         wrong = []
-        for number in sorted(needed):
-            name, shape, dtype = params[number]
+        for name, (shape, dtype, gathered) in self._planned.items():
             found = tensors.get(name)
             if found is None:
                 wrong.append(f"{name!r} is missing")
-            elif (list(found.shape), dtype_name(found.dtype)) != (shape, dtype):
-                wrong.append(f"{name!r} is {dtype_name(found.dtype)} {list(found.shape)}, not {dtype} {shape}")
-            elif number in gathered and not is_dtensor(found):
+            elif found.shape != shape or found.dtype != dtype:
+                came = f"{dtype_name(found.dtype)} {list(found.shape)}"
+                wrong.append(f"{name!r} is {came}, not {dtype_name(dtype)} {list(shape)}")
+            elif gathered and not is_dtensor(found):
                 wrong.append(f"{name!r} has to be brought together, and is no DTensor")
-        known = {name for name, _, _ in params}
-        wrong += [f"{name!r} is not in the schedule" for name in tensors if name not in known]
+        wrong += [f"{name!r} is not in the schedule" for name in tensors if name not in self._known]
         if wrong:
             more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
             raise ValueError(f"model: {'; '.join(wrong[:SHOWN])}{more}")
@@ -123,7 +122,7 @@ class Trainer:
         places = {name: tensor.device for name, tensor in tensors.items()}
         if places == self._places:
             return
-        works = [work_of(task, self.schedule.params, tensors, self.device) for task in self.tasks]
+        works = [work_of(task, self.params, tensors, self.device) for task in self.tasks]
         outside = max((work.outside for work in works), default=0)
         longest = max((sum(map(padded, work.pieces)) for work in works), default=0)
         num_bytes = max(self.watermark_bytes - outside, longest)
@@ -134,6 +133,8 @@ class Trainer:
                 old.close(self.engine)
             self._staging = Staging(self.engine, num_bytes, self.watermark_bytes, self.device)
         self._works, self._places = works, places
+        # Deltas compare prepared bytes.
+        self._lying = None if self._kept is not None else Lying(works, self.params, tensors)
 
     def publish(self, version: int, deadline_s: float, *, offers: Sequence[bytes], since: int | None = None) -> Report:
         """Write a version to the rollout ranks that have made offers. All trainer ranks do so at the same time.
@@ -154,8 +155,8 @@ class Trainer:
             UpdateFailed: The deadline came, or other trainer ranks are missing, which are named.
         """
         read = [self._read(offer, version) for offer in offers]
-        found = [_place(offer) for offer in read]
-        places = [place for place, _ in found]
+        places = [Place(offer["rank"], offer["imm"], offer["memory"], offer["descs"]) for offer in read]
+        inboxes = {offer["rank"]: Delta(offer) if offer["inbox"] else None for offer in read}
         if since is not None and (self._kept is None or since >= version):
             raise ValueError(f"since: {since} came for version {version}; an older one is needed, and `deltas=True`")
         if version < self.version:
@@ -169,7 +170,7 @@ class Trainer:
                 self.engine.admit(NetAddr.from_bytes(offer["address"]))
             writer = Writer(self.engine, self.schedule, self.rank, places)
             self.version = version
-            deltas = Deltas(self._kept, self.engine, since, {place[0]: delta for place, delta in found})
+            deltas = Deltas(self._kept, self.engine, since, inboxes)
             with on(self.device):
                 return self._publish(version, deadline_s, tensors, writer, deltas)
         finally:
@@ -190,8 +191,8 @@ class Trainer:
         report.whole = deltas.refused
         assert self._staging is not None
         writes = Writes(self._staging, report, time.monotonic() + deadline_s)
-        preparer = Preparer(self.schedule, tensors, report, self.device)
-        sources = self._sources(tensors)
+        preparer = Preparer(self.params, tensors, report, self.device)
+        sources = Sources(self.engine, self._lying, tensors)
         pipeline = Pipeline(
             self.rank, self.tasks, self._works, self._staging, preparer, writes, writer, deltas, sources
         )
@@ -224,11 +225,6 @@ class Trainer:
         self._totals["bytes"] += report.num_bytes
         return report
 
-    def _sources(self, tensors: Mapping[str, Any]) -> Sources:
-        """Return what can be written from where it lies. Deltas compare prepared bytes."""
-        works = [] if self._kept is not None else self._works
-        return Sources(self.engine, self.tasks, works, self.schedule.params, tensors)
-
     def _task(self, number: int, pipeline: Pipeline) -> None:
         """Begin with a task."""
         pipeline.begin(number)
@@ -252,8 +248,15 @@ class Trainer:
         return metrics_text("trainer", self._totals)
 
 
-def _place(offer: dict[str, Any]) -> tuple[tuple[int, int, list[tuple[MrDesc, int]]], Delta | None]:
-    """Return where a rollout rank takes a version, for the writer and for deltas."""
-    descs = [MrDesc.from_bytes(desc) for desc in offer["descs"]]
-    place = offer["rank"], offer["imm"], [(descs[number], base) for number, base in offer["memory"]]
-    return place, Delta(offer, descs) if offer["inbox"] else None
+def _planned(tasks: Sequence[Task], params: Sequence[Any]) -> dict[str, tuple[tuple[int, ...], Any, bool]]:
+    """Return shape and type of each parameter that tasks need, and whether it is brought together."""
+    import torch
+
+    gathered: dict[int, bool] = {}
+    for number, *_, whole, _, _ in (item for task in tasks for item in task.items):
+        gathered[number] = gathered.get(number, False) or whole
+    found = {}
+    for number, whole in sorted(gathered.items()):
+        name, shape, dtype = params[number]
+        found[name] = tuple(shape), getattr(torch, dtype), whole
+    return found

@@ -1,5 +1,6 @@
 //! Weights, as Python sees them: the module `putget_transfer.weights._native`.
 
+mod place;
 mod quantise;
 mod schedule;
 mod writer;
@@ -17,7 +18,9 @@ pub(crate) fn add(module: &Bound<'_, PyModule>) -> PyResult<()> {
     weights.add_class::<schedule::PySchedule>()?;
     weights.add_class::<schedule::PyTask>()?;
     weights.add_class::<writer::PyWriter>()?;
+    weights.add_class::<place::PyPlace>()?;
     weights.add_function(wrap_pyfunction!(schedule::make, &weights)?)?;
+    weights.add_function(wrap_pyfunction!(place::descs_for, &weights)?)?;
     weights.add_function(wrap_pyfunction!(quantise::prepare_blocks, &weights)?)?;
     weights.add_function(wrap_pyfunction!(quantise::quantise_blocks, &weights)?)?;
     // It has no file of its own: this is where `import` looks first.

@@ -2,14 +2,15 @@
 
 use pyo3::prelude::*;
 
-use putget_transfer::{MrDesc, MrHandle};
-use putget_transfer_weights::{Place, Source, Writer};
+use putget_transfer::MrHandle;
+use putget_transfer_weights::{Source, Writer};
 
+use super::place::PyPlace;
 use super::schedule::PySchedule;
 use crate::arguments;
 use crate::engine::PyEngine;
 use crate::errors::PyResult;
-use crate::objects::{PyMrDesc, PyMrHandle};
+use crate::objects::PyMrHandle;
 use crate::submit::options;
 use crate::transfer::{PyTransfer, submitted};
 
@@ -20,8 +21,6 @@ pub(crate) struct PyWriter {
     engine: Py<PyEngine>,
 }
 
-type PlaceRow<'py> = (u32, u32, Vec<(PyRef<'py, PyMrDesc>, u64)>);
-
 #[pymethods]
 impl PyWriter {
     #[new]
@@ -29,13 +28,9 @@ impl PyWriter {
         engine: &Bound<'_, PyEngine>,
         schedule: &PySchedule,
         #[pyo3(from_py_with = arguments::target)] rank: usize,
-        places: Vec<PlaceRow<'_>>,
+        places: Vec<PyRef<'_, PyPlace>>,
     ) -> PyResult<Self> {
-        let place = |(target, imm, memory): &PlaceRow<'_>| {
-            let memory: Vec<(MrDesc, u64)> = memory.iter().map(|(desc, base)| (desc.desc.clone(), *base)).collect();
-            Place { target: *target, imm: *imm, memory }
-        };
-        let places = places.iter().map(place).collect();
+        let places = places.iter().map(|place| place.place.clone()).collect();
         let writer = Writer::new(&engine.get().engine()?, &schedule.schedule, rank, places)?;
         Ok(Self { writer, engine: engine.clone().unbind() })
     }
@@ -72,12 +67,13 @@ impl PyWriter {
         py: Python<'_>,
         #[pyo3(from_py_with = arguments::task)] task: usize,
         #[pyo3(from_py_with = arguments::index)] target: u32,
-        sources: Vec<(PyRef<'_, PyMrHandle>, u64)>,
+        handles: Vec<PyRef<'_, PyMrHandle>>,
+        #[pyo3(from_py_with = arguments::offsets)] offsets: Vec<u64>,
         deadline_s: f64,
     ) -> PyResult<PyTransfer> {
         let options = options(Some(deadline_s), None, None)?;
         let places: PyResult<Vec<(MrHandle, u64)>> =
-            sources.iter().map(|(handle, offset)| Ok((handle.handle()?, *offset))).collect();
+            handles.iter().zip(offsets).map(|(handle, offset)| Ok((handle.handle()?, offset))).collect();
         let places = places?;
         let write = |done| self.writer.write(task, target, Source::Each(&places), &options, done).map(Some);
         submitted(self.engine.bind(py), None, write)

@@ -16,7 +16,7 @@ from putget_transfer.adapters.receiver import Receiver
 from putget_transfer.adapters.rendezvous import Rendezvous, params_in
 from putget_transfer.weights import Slots, UpdateFailed, checkpoint, record
 from putget_transfer.weights._model import tensors_of
-from putget_transfer.weights._rollout import copy_slots
+from putget_transfer.weights._rollout import Copies
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +68,7 @@ class Worker:
             device = str(recorded.tensors[0].device) if recorded.tensors else "cpu"
             self.copies = [torch.empty_like(tensor) for tensor in recorded.tensors]
             self.slots = Slots(list(recorded), recorded.memory, self.copies)
+            self.moves = Copies(self.slots)
             engine = Options(networks=info.networks, address=info.own_address).engine(device)
         except Exception as error:
             rendezvous.put(f"slots/{info.rank}", {"failed": f"{ENGINE} worker {info.rank}: {error}"})
@@ -114,7 +115,7 @@ class Worker:
         if wrong:
             raise UpdateFailed(f"{ENGINE} worker {self.info.rank}: {'; '.join(wrong)}")
         with torch.no_grad():
-            copy_slots(self.slots, self.copies, places)
+            self.moves.copy(self.copies, places)
             if hasattr(model, "post_load_weights"):
                 model.post_load_weights()
         if places and places[0].is_cuda:

@@ -22,7 +22,7 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffe
 from vllm.platforms import current_platform
 
 from putget_transfer.weights import Entry, Slots, record
-from putget_transfer.weights._rollout import copy_slots
+from putget_transfer.weights._rollout import Copies
 
 PLAIN_ON_GPUS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 """They repack for CPUs only."""
@@ -74,6 +74,7 @@ class Landing:
             ]
         lands = [tensor if copy is None else copy for tensor, copy in zip(self.live, self.copies, strict=True)]
         self.slots = Slots(list(recorded), recorded.memory, lands)
+        self.moves = Copies(self.slots)
         self.num_repacked, self.num_in_place = len(self.repacked), sum(inside)
 
     def _ignored(self) -> list[str]:
@@ -123,7 +124,7 @@ class Landing:
     def move(self) -> None:
         """Bring the version that has landed into the model."""
         with torch.no_grad():
-            copy_slots(self.slots, self.copies, self.live)
+            self.moves.copy(self.copies, self.live)
             for layer in self.repacked:
                 self._process(layer)
             for layer in self.model.modules():

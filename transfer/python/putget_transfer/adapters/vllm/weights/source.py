@@ -57,11 +57,19 @@ class Stream(Mapping[str, Any]):
 
     A source may gather among trainer ranks while it goes on. So each rank goes through all of it, also through what it
     does not send (`end`).
+
+    Attributes:
+        looks: What has type and shape of each tensor, and lies nowhere.
     """
 
     def __init__(self, source: Any, rank: int, *, divided: bool) -> None:
+        import torch
+
         self.source, self.rank, self.divided = source, rank, divided
         self.metas = {meta.name: meta for meta in source.metadata}
+        self.looks = {
+            meta.name: torch.empty(tuple(meta.shape), dtype=meta.dtype, device="meta") for meta in source.metadata
+        }
         self.names = list(source.owned_names(rank))
         self.left: Iterator[tuple[str, Any]] | None = None
         self.at = 0
