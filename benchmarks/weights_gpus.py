@@ -491,7 +491,8 @@ def main() -> None:
     parser.add_argument("--layout", choices=("replicas", "tp"), default="replicas")
     parser.add_argument("--recipes", type=words, default=["bf16", "fp8"])
     parser.add_argument("--peers", type=words, default=[])
-    for name, default in (("hidden", 8192), ("layers", 2), ("rounds", 5), ("task_mb", 32), ("watermark_mb", 256)):
+    numbers = {"hidden": 8192, "layers": 2, "small": 0, "rounds": 5, "task_mb": 32, "watermark_mb": 256}
+    for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--bucket_gb", type=words, default=["8", "0.5"], help="buckets of checkpoint-engine")
     parser.add_argument("--limit_s", type=float, default=110.0, help="seconds for all of it")

@@ -41,6 +41,8 @@ RAW_IMM = 9
 PIECE = 16 << 20
 WATERMARK = 256 << 20
 SCALE = "_scale_inv"
+SMALL = (128, 128)
+"""The shape of a small parameter: 32 KiB of BF16."""
 
 
 def shapes(options: argparse.Namespace) -> dict[str, tuple[int, int]]:
@@ -48,6 +50,7 @@ def shapes(options: argparse.Namespace) -> dict[str, tuple[int, int]]:
     hidden, inter = options.hidden, 3 * options.hidden
     kinds = {"q": (hidden, hidden), "k": (hidden // 4, hidden), "v": (hidden // 4, hidden), "o": (hidden, hidden)}
     kinds |= {"gate": (inter, hidden), "up": (inter, hidden), "down": (hidden, inter)}
+    kinds |= {f"small{at}": SMALL for at in range(options.small)}
     return {f"layers.{layer}.{kind}": shape for layer in range(options.layers) for kind, shape in kinds.items()}
 
 
@@ -90,12 +93,18 @@ class Fused:
             make(f"{layer}.gate_up", 2 * inter // tp, hidden)
             make(f"{layer}.o", hidden, hidden // tp)
             make(f"{layer}.down", hidden, inter // tp)
+            for at in range(rank * options.small // tp, (rank + 1) * options.small // tp):
+                make(f"{layer}.small{at}", *SMALL)
 
     def load(self, checkpoint: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load a checkpoint."""
         for name, tensor in checkpoint:
             suffix = SCALE if name.endswith(SCALE) else ""
             _, layer, kind = name.removesuffix(suffix).replace("_", ".").split(".")
+            if kind.startswith("small"):  # each rank has its own ones whole, as experts
+                if (own := self.tensors.get(f"{layer}.{kind}{suffix}")) is not None:
+                    own.copy_(tensor)
+                continue
             size = tensor.shape[0] // self.tp
             if kind in ("o", "down"):
                 size = tensor.shape[1] // self.tp
@@ -148,7 +157,7 @@ class Rank:
             self.fused = Fused(options, self.rollout_rank % TP)
             slots = weights.record(self.fused.tensors, weights.checkpoint(described[0]), load=self.fused.load)
         lists = [own for own in gathered(slots) if own is not None][:TP]
-        self.schedule = weights.plan(described, lists, replicas=REPLICAS)
+        self.schedule = weights.plan(described, lists, replicas=REPLICAS, task_bytes=options.task_kb << 10)
         if self.trains:
             self.trainer = weights.Trainer(self.engine, self.schedule, rank, self.source, self.group)
         else:
@@ -292,7 +301,9 @@ def worker(number: int, options: argparse.Namespace, network: str, kind: str | N
     torch.set_num_threads(max((os.cpu_count() or 1) // RANKS, 1))
     distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=number, world_size=RANKS)
     rank = Rank(number, options, network)
-    row: dict[str, Any] = {"num_bytes": rank.schedule.num_bytes, "gathered_bytes": rank.schedule.gathered_bytes}
+    schedule = rank.schedule
+    row: dict[str, Any] = {"num_bytes": schedule.num_bytes, "gathered_bytes": schedule.gathered_bytes}
+    row |= {"num_params": len(schedule.params), "num_tasks": len(schedule.tasks(0))}
     if kind is None:
         works: dict[str, Callable[[], None]] = {"update": rank.update, "engine": rank.raw}
         if network == "tcp":
@@ -351,6 +362,8 @@ def main() -> None:
     parser.add_argument("--peers", type=lambda text: [kind for kind in text.split(",") if kind], default=[])
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--small", type=int, default=0, help="parameters of 32 KiB in each layer")
+    parser.add_argument("--task_kb", type=int, default=32 << 10)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--commit", choices=("swap", "paused"), default="paused")
     parser.add_argument("--limit_s", type=float, default=120.0)
@@ -358,7 +371,8 @@ def main() -> None:
     options = parser.parse_args()
     found: dict[str, Any] = {"schema": "putget.weights_update/1", "rows": []}
     found["machine"] = {"processors": os.cpu_count(), "load": os.getloadavg()[0], "system": platform.platform()}
-    found["options"] = {"hidden": options.hidden, "layers": options.layers, "commit": options.commit}
+    named = ("hidden", "layers", "small", "task_kb", "commit")
+    found["options"] = {name: getattr(options, name) for name in named}
     runs: list[tuple[str, str | None]] = [(network, None) for network in options.networks]
     runs += [("host" if kind == "nixl_shm" else "tcp", kind) for kind in options.peers]
     for network, kind in runs:

@@ -74,7 +74,7 @@ def test_an_unknown_peer_is_refused() -> None:
 
 @pytest.mark.parametrize("fp8", [False, True])
 def test_weights_that_differ_in_one_bit_are_found(program: Any, *, fp8: bool) -> None:
-    options = argparse.Namespace(hidden=1024, layers=1)
+    options = argparse.Namespace(hidden=1024, layers=1, small=3)
     fused = program.Fused(options, 1, 2, fp8=fp8)
 
     def load() -> None:
