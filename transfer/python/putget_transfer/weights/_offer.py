@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import struct
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,8 @@ _FIELDS = {
     "descs": str,
     "inbox": list,
 }
-_BYTES = ("address", "memory", "descs")
+MOST_BYTES = 1 << 28
+"""Descriptors of a rollout rank, for one trainer rank, have fewer bytes in all."""
 
 
 def pack_memory(places: Sequence[tuple[int, int]]) -> bytes:
@@ -52,13 +54,23 @@ def make_offer(
             offset, length). Empty: no deltas.
     """
     fields = {"digest": digest, "version": version, "rank": rank, "imm": imm, "inbox": list(inbox)}
-    found = {"address": text(address), "memory": text(memory), "descs": text(descs)}
-    return json.dumps({**fields, **found}).encode()
+    # Descriptors of one rank differ in their keys alone.
+    found = {"memory": text(zlib.compress(memory, 1)), "descs": text(zlib.compress(descs, 1))}
+    return json.dumps({**fields, **found, "address": text(address)}).encode()
 
 
 def text(data: bytes) -> str:
     """Return bytes as text."""
     return base64.b64encode(data).decode()
+
+
+def _whole(packed: bytes) -> bytes:
+    """Return what was compressed."""
+    reader = zlib.decompressobj()
+    whole = reader.decompress(packed, MOST_BYTES)
+    if not reader.eof:
+        raise ValueError("bytes that are cut off, or too many")
+    return whole
 
 
 def read_offer(offer: bytes) -> dict[str, Any]:
@@ -71,9 +83,10 @@ def read_offer(offer: bytes) -> dict[str, Any]:
         found = json.loads(offer)
         if not all(type(found[name]) is kind for name, kind in _FIELDS.items()):
             raise TypeError("a field of another type")
-        for name in _BYTES:
+        for name in ("address", "memory", "descs"):
             found[name] = base64.b64decode(found[name], validate=True)
-    except (ValueError, TypeError, KeyError) as error:
+        found["memory"], found["descs"] = _whole(found["memory"]), _whole(found["descs"])
+    except (ValueError, TypeError, KeyError, zlib.error) as error:
         raise ValueError(f"offers: {len(offer)} bytes came that are no offer: {error}") from error
     return dict(found)
 
