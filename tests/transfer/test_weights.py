@@ -225,8 +225,11 @@ def test_a_closed_rank_gives_its_memory_back_and_another_takes_its_place(
     with pytest.raises(ValueError, match="no version is expected"):
         closed.ready()
     for _ in range(20):  # immediates and memory come back
-        again = weights.Rollout(cluster.own[1], closed.slots, cluster.schedule, 0, commit=commit)  # type: ignore[arg-type]
+        again = weights.Rollout(cluster.own[1], closed.slots, cluster.schedule, 0, commit=commit, delta_bytes=999)  # type: ignore[arg-type]
+        assert again._inbox is not None
+        inbox = again._inbox.bytes.untyped_storage()
         again.close()
+        assert inbox.resizable()
     cluster.rollouts[0] = weights.Rollout(cluster.own[1], closed.slots, cluster.schedule, 0, commit=commit)  # type: ignore[arg-type]
     cluster.controller = weights.Controller([cluster.trainer], {"replica 0": cluster.rollouts})
     cluster.source.set(3)

@@ -304,11 +304,10 @@ class Rollout:
         self.abort("it was closed")
         self._settle()
         self._closed = True
-        for handle in self._handles:
-            self.engine.dereg_mr(handle)
+        self.engine.dereg_mrs([*self._handles, *([] if self._inbox_handle is None else [self._inbox_handle])])
         self._imms.release()
         self._held.give_back()
-        self._handles, self._copies, self._inbox = [], [], None
+        self._handles, self._copies, self._inbox, self._inbox_handle = [], [], None, None
 
     def _require_open(self, call: str) -> None:
         if self._closed:
