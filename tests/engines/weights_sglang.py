@@ -39,7 +39,8 @@ async def call(running: Any, path: str, body: dict[str, Any]) -> Any:
 
     manager = running.tokenizer_manager
     if path == "/server_info":
-        return {"custom_weight_loader": running.server_args.custom_weight_loader}
+        resolved = running.server_args.resolved_dict()  # as SGLang's own answer begins
+        return {name: resolved[name] for name in ("custom_weight_loader", "enable_eplb")}
     if path == "/generate":
         return await running.async_generate(**body)
     kinds = {
