@@ -10,7 +10,7 @@ import pickle
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
@@ -21,6 +21,7 @@ pytest.importorskip(
 )
 import torch
 
+import putget_transfer as pt
 from putget_transfer import weights
 from putget_transfer.weights import _controller, _native
 from putget_transfer.weights._describe import Part, tensors_of
@@ -117,6 +118,41 @@ def test_parts_that_a_framework_names_are_sent(make: Callable[..., Cluster]) -> 
     cluster.controller = weights.Controller([cluster.trainer], {"replica 0": cluster.rollouts})
     assert cluster.controller.update(3, DEADLINE_S).committed == ["replica 0"]
     assert cluster.versions() == [[3], [3]]
+
+
+def test_parts_that_lie_elsewhere_than_planned_are_refused() -> None:
+    """A framework divides its model anew: a part of the same shape is another one."""
+    network = pt.SimNetwork(3)
+    own = [pt.Engine.builder().group(pt.DeviceGroup.sim(network, 1)).build() for _ in range(3)]
+    whole, model = torch.arange(64.0).view(8, 8), {"w": torch.zeros(8, 8)}
+    halves = [{"w": Part((8, 8), (at, 0), whole[at : at + 4].clone())} for at in (0, 4)]
+    shards = tuple(weights.Shard((at, 0), (4, 8), (rank,)) for rank, at in enumerate((0, 4)))
+    params = [weights.Param("w", (8, 8), "float32", weights.Layout(shards))]
+
+    def load(found: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in found:
+            model[name].copy_(tensor)
+
+    slots = weights.record(model, weights.checkpoint(params), load=load)
+    schedule = weights.plan([params, params], [slots])
+    trainers = [weights.Trainer(own[rank], schedule, rank, half) for rank, half in enumerate(halves)]
+    rollout = weights.Rollout(own[2], slots, schedule, 0)
+    senders = {rank: trainer.address() for rank, trainer in enumerate(trainers)}
+    offers = rollout.expect(1, senders)
+    for rank, trainer in enumerate(trainers):
+        trainer.publish(1, DEADLINE_S, offers=[offers[rank]])
+    assert rollout.ready(DEADLINE_S)
+    rollout.commit(1)
+    assert torch.equal(model["w"], whole)
+    halves[0]["w"], halves[1]["w"] = halves[1]["w"], halves[0]["w"]
+    offers = rollout.expect(2, senders)
+    for rank, trainer in enumerate(trainers):
+        with pytest.raises(ValueError, match=r"of 'w' this rank has \[4, 8\] from \[\d, 0\] on; the plan"):
+            trainer.publish(2, DEADLINE_S, offers=[offers[rank]])
+    assert not rollout.ready()
+    assert torch.equal(model["w"], whole)
+    for engine in own:
+        engine.close()
 
 
 def test_a_replica_that_fails_is_out_and_joins_again(make: Callable[..., Cluster]) -> None:
@@ -235,6 +271,58 @@ def test_a_closed_rank_gives_its_memory_back_and_another_takes_its_place(
     cluster.source.set(3)
     assert cluster.controller.update(3, 30).failed == {}
     assert cluster.versions() == [[3], [3]]
+
+
+@pytest.mark.parametrize("commit", ["swap", "paused"])
+def test_an_interrupted_abort_leaves_no_sender_unfenced(
+    make: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, commit: str
+) -> None:
+    cluster = make(commit)
+    cluster.source.set(1)
+    cluster.controller.update(1, DEADLINE_S)
+    rollout = cluster.rollouts[0]
+    (offer,) = rollout.expect(2, {0: cluster.trainer.address()}).values()
+
+    def interrupted(_peer: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rollout, "_fence", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            rollout.abort()
+    rollout.close()
+    cluster.source.set(2)
+    assert list(cluster.trainer.publish(2, DEADLINE_S, offers=[offer]).failed) == [0]
+    assert models.version_of(cluster.engines[0], range(6)) == [1]
+
+
+def test_an_interrupted_close_goes_on_at_the_next_call(
+    make: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = make("paused")
+    rollout = cluster.rollouts[0]
+    storage = rollout.slots.tensors[0].untyped_storage()
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rollout, "_settle", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            rollout.close()
+    assert not storage.resizable()
+    rollout.close()
+    assert storage.resizable()
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_rank_is_closed_behind_its_engine(make: Callable[..., Cluster], begins: bool) -> None:
+    cluster = make()
+    if begins:
+        cluster.rollouts[0].expect(1, {0: cluster.trainer.address()})
+    cluster.own[1].close()
+    for _ in range(2):
+        cluster.rollouts[0].close()
 
 
 def test_an_old_offer_is_void_after_the_next_one(make: Callable[..., Cluster]) -> None:

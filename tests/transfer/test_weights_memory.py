@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import random
+import signal
 import time
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -202,6 +205,16 @@ def test_the_time_of_writes_is_counted_once_where_they_overlap() -> None:
     writes.end()
     assert report.write_s == pytest.approx(6 + 1 + 0.5)
     assert [(round(begin, 6), round(end, 6)) for _, begin, end in report.spans] == [(1, 7), (10, 11), (20, 20.5)]
+
+
+def test_a_write_that_is_interrupted_as_it_begins_is_known() -> None:
+    staging: Any = SimpleNamespace(room=lambda: Room(1_024, 1_024))
+    writes = Writes(staging, Report(1, 0), time.monotonic() + WAIT_S)
+    writes.begin(None)
+    call = ctypes.CDLL(None)["raise"]  # it returns a number as a write returns its transfer, and the signal has come
+    with pytest.raises(KeyboardInterrupt):
+        writes.write(0, partial(call, int(signal.SIGINT)))
+    assert [(target, result) for target, _, result in writes.sent[-1].transfers] == [(0, 0)]
 
 
 def plain() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], weights.Slots, weights.Schedule]:

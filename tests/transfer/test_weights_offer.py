@@ -15,7 +15,7 @@ pytest.importorskip(
 import putget_transfer as pt
 from putget_transfer.weights import _offer
 from putget_transfer.weights._native import Place, descs_for
-from putget_transfer.weights._offer import make_offer, pack_memory, read_offer
+from putget_transfer.weights._offer import Delta, make_offer, pack_memory, read_offer, text
 
 COUNT = 1000
 
@@ -65,9 +65,30 @@ def test_an_unsound_offer_is_refused(field: str, descs: bytes, monkeypatch: pyte
     for wrong in (packed[:-1], b"", zlib.compress(b"some")[1:]):
         with pytest.raises(ValueError, match="bytes came that are no offer"):
             read_offer(changed(offer, **{field: base64.b64encode(wrong).decode()}))
+    with pytest.raises(ValueError, match="bytes came that are no offer"):
+        read_offer(b"[" * 200_000)
     for strange in ({field: 3}, {field: "*"}, {"rank": "2"}):
         with pytest.raises(ValueError, match="bytes came that are no offer"):
             read_offer(changed(offer, **strange))
     monkeypatch.setattr(_offer, "MOST_BYTES", 1000)
     with pytest.raises(ValueError, match="too many"):
         read_offer(offer)
+
+
+def test_an_unsound_inbox_is_refused() -> None:
+    network = pt.SimNetwork(seed=3)
+    with pt.Engine.builder().group(pt.DeviceGroup.sim(network, 1)).build() as engine:
+        _, desc = engine.reg_mr(bytearray(64))
+        sound = [3, 9, text(desc.to_bytes()), [[0, 0, 32], [1, 32, 32]]]
+        assert Delta({"inbox": sound, "imm": 5}).records == {0: (0, 32), 1: (32, 32)}
+        for at, wrong in (
+            (0, -1),
+            (1, "9"),
+            (1, 1 << 70),
+            (2, "*"),
+            (3, [[0, 0]]),
+            (3, [[0, 0, float("inf")]]),
+            (3, [[0, 33, 32]]),
+        ):
+            with pytest.raises(ValueError, match="without a sound inbox"):
+                Delta({"inbox": [*sound[:at], wrong, *sound[at + 1 :]], "imm": 5})

@@ -25,9 +25,12 @@ MOST_BYTES = 1 << 28
 """Descriptors of a rollout rank, for one trainer rank, have fewer bytes in all."""
 
 
+ROW = struct.Struct("<IQ")
+
+
 def pack_memory(places: Sequence[tuple[int, int]]) -> bytes:
     """Return, for each memory of a schedule, the number of its descriptor and the offset in it, as offers have them."""
-    return b"".join(struct.pack("<IQ", number, base) for number, base in places)
+    return b"".join(ROW.pack(number, base) for number, base in places)
 
 
 def make_offer(
@@ -86,7 +89,7 @@ def read_offer(offer: bytes) -> dict[str, Any]:
         for name in ("address", "memory", "descs"):
             found[name] = base64.b64decode(found[name], validate=True)
         found["memory"], found["descs"] = _whole(found["memory"]), _whole(found["descs"])
-    except (ValueError, TypeError, KeyError, zlib.error) as error:
+    except (ValueError, TypeError, KeyError, RecursionError, zlib.error) as error:
         raise ValueError(f"offers: {len(offer)} bytes came that are no offer: {error}") from error
     return dict(found)
 
@@ -98,6 +101,11 @@ class Delta:
         try:
             self.base, self.token, desc, records = found["inbox"]
             self.desc, self.imm = MrDesc.from_bytes(base64.b64decode(desc, validate=True)), int(found["imm"])
-            self.records = {int(task): (int(at), int(length)) for task, at, length in records}
+            self.records = {task: (at, length) for task, at, length in records}
+            words = [self.base, self.token, *(word for row in records for word in row)]
+            if not all(type(word) is int and 0 <= word < 1 << 63 for word in words):
+                raise ValueError("a word that is no count")
+            if any(at + length > len(self.desc) for at, length in self.records.values()):
+                raise ValueError("a record behind its memory")
         except (ValueError, TypeError) as error:
             raise ValueError(f"offers: one came without a sound inbox: {error}") from error

@@ -218,7 +218,7 @@ class Preparer:
         if not part.gathered:
             with torch.no_grad():
                 origin, own = local(tensor, self.starts)
-            return own if own.shape == tuple(part.size) else own[slices(part.start, part.size, origin)]
+            return self._own(part, origin, own)
         if self.whole is None or self.whole[0] != part.param:
             self.whole = None
             begin = time.perf_counter()
@@ -228,6 +228,17 @@ class Preparer:
             self.gathers += 1
         wanted = part.copies or part.values or part.scales
         return self.whole[1][slices(part.start, part.size, [0] * len(part.size))] if wanted else None
+
+    def _own(self, part: Part, origin: Sequence[int], own: Any) -> Any:
+        """Return a part of what this rank holds, which is the plan's as a rule: a model may have been divided anew."""
+        if own.shape == tuple(part.size) and tuple(origin) == tuple(part.start):
+            return own
+        areas = zip(part.start, part.size, origin, own.shape, strict=True)
+        if not all(zero <= first and first + count <= zero + held for first, count, zero, held in areas):
+            name = self.params[part.param][0]
+            here = f"{list(own.shape)} from {list(origin)} on"
+            raise ValueError(f"model: of {name!r} this rank has {here}; the plan, {part.size} from {part.start} on")
+        return own[slices(part.start, part.size, origin)]
 
     def _moved(self, source: Any, to: Any) -> Any:
         """Begin to copy a part to its place on the device."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from putget_transfer._native import CountMissed, Engine, EngineError, MrHandle, NetAddr, Transfer
+from putget_transfer._native import CountMissed, Engine, EngineClosed, EngineError, MrHandle, NetAddr, Transfer
 from putget_transfer.weights._delta import Unsound
 from putget_transfer.weights._experts import ExpertSlots, Held
 from putget_transfer.weights._inbox import Inbox
@@ -299,15 +300,17 @@ class Rollout:
             UpdateFailed: A sender of an attempt that failed could not be fenced: it might still write. It is named, and
                 the memory stays registered; a second call tries again.
         """
-        if self._closed:
-            return
-        self.abort("it was closed")
-        self._settle()
         self._closed = True
-        self.engine.dereg_mrs([*self._handles, *([] if self._inbox_handle is None else [self._inbox_handle])])
+        with suppress(EngineClosed):
+            self.abort("it was closed")
+        self._settle()
+        handles = [*self._handles, *([] if self._inbox_handle is None else [self._inbox_handle])]
+        # Each step has nothing to do the second time, where an interrupt came between two.
+        self._handles, self._copies, self._inbox, self._inbox_handle = [], [], None, None
+        with suppress(EngineClosed):
+            self.engine.dereg_mrs(handles)
         self._imms.release()
         self._held.give_back()
-        self._handles, self._copies, self._inbox, self._inbox_handle = [], [], None, None
 
     def _require_open(self, call: str) -> None:
         if self._closed:
@@ -318,15 +321,17 @@ class Rollout:
         attempt = self._attempt
         if attempt is None or attempt.failed:
             return
+        # An interrupt may come at any time: `_settle` begins the fences that are missing here.
+        attempt.fences = dict.fromkeys(attempt.senders)
         attempt.failed = reason
         self._torn = self._torn or self.mode == "paused"
         self._totals["failed"] += 1
+        if not self._torn:  # torn slots are not given to a mover that would spread them
+            self._held.give_back()
         if attempt.arrival is not None:
             attempt.arrival.cancel()
         for rank in attempt.senders:
             attempt.fences[rank] = self._fence(attempt.senders[rank])
-        if not self._torn:  # torn slots are not given to a mover that would spread them
-            self._held.give_back()
 
     def _fence(self, peer: NetAddr) -> Transfer:
         self._totals["fenced"] += 1
@@ -339,11 +344,13 @@ class Rollout:
             return
         end = time.monotonic() + FENCE_S
         for rank, fence in list(attempt.fences.items()):
-            # A fence that failed is tried again.
-            fence = fence if fence is not None else self._fence(attempt.senders[rank])
             try:
+                # A fence that failed is tried again.
+                fence = fence if fence is not None else self._fence(attempt.senders[rank])
                 fence.wait(max(end - time.monotonic(), 0.0))
                 attempt.fences.pop(rank)
+            except EngineClosed:
+                attempt.fences.pop(rank)  # nothing lands by an engine that is closed
             except (EngineError, TimeoutError) as error:
                 attempt.fences[rank] = None
                 name = f"trainer rank {rank}"

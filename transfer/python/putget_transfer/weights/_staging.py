@@ -161,12 +161,12 @@ class Writes:
         """Submit a write from the newest bytes."""
         if target in self.report.failed:
             return
+        begun = time.perf_counter()
         try:
-            transfer = submit()
+            # One call of C: an interrupt comes before it or behind it, so no write is under way that is not known here.
+            self.sent[-1].transfers.extend(zip((target,), (begun,), iter(submit, None)))
         except EngineError as error:
             self.report.failed[target] = str(error)
-            return
-        self.sent[-1].transfers.append((target, time.perf_counter(), transfer))
 
     def _ran(self, begin: float, end: float) -> None:
         """Note a write that has ended; they come in the order in which they have begun."""

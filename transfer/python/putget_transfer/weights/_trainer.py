@@ -14,7 +14,7 @@ from putget_transfer.weights._deltas import Deltas
 from putget_transfer.weights._describe import dtype_name, is_dtensor
 from putget_transfer.weights._model import UpdateFailed, tensors_of
 from putget_transfer.weights._native import Place, Schedule, Task, Writer
-from putget_transfer.weights._offer import Delta, read_offer
+from putget_transfer.weights._offer import ROW, Delta, read_offer
 from putget_transfer.weights._pipeline import Pipeline
 from putget_transfer.weights._prepare import Preparer, Work, on, work_of
 from putget_transfer.weights._report import Report, metrics_text
@@ -78,6 +78,7 @@ class Trainer:
         self._known = {name for name, _, _ in self.params}
         self.version = 0
         self.watermark_bytes = watermark_bytes
+        self._memories: dict[int, int] = {}
         self._works: list[Work] = []
         self._lying: Lying | None = None
         self._staging: Staging | None = None
@@ -166,9 +167,10 @@ class Trainer:
         try:
             tensors = self._checked()
             self._measure(self._looks(tensors))
-            for offer in read:  # the engine has shut out a rank whose heartbeat it missed
-                self.engine.admit(NetAddr.from_bytes(offer["address"]))
+            addresses = [NetAddr.from_bytes(offer["address"]) for offer in read]
             writer = Writer(self.engine, self.schedule, self.rank, places)
+            for address in addresses:  # the engine has shut out a rank whose heartbeat it missed
+                self.engine.admit(address)
             self.version = version
             deltas = Deltas(self._kept, self.engine, since, inboxes)
             with on(self.device):
@@ -182,6 +184,15 @@ class Trainer:
             raise ValueError(f"offers: schedule {found['digest']} came; this rank has {self.schedule.digest}")
         if found["version"] != version:
             raise ValueError(f"offers: version {found['version']} came; {version} is to be published")
+        target = found["rank"]
+        if not 0 <= target < self.schedule.num_targets:
+            raise ValueError(f"offers: rollout rank {target} came; the schedule has {self.schedule.num_targets}")
+        if target not in self._memories:
+            self._memories[target] = len(self.schedule.memory(target))
+        came = len(found["memory"]) / ROW.size
+        if came != self._memories[target]:
+            planned = self._memories[target]
+            raise ValueError(f"offers: {came:g} memories came; the schedule has {planned} for rollout rank {target}")
         return found
 
     def _publish(
