@@ -164,7 +164,7 @@ class Writes:
         begun = time.perf_counter()
         try:
             # One call of C: an interrupt comes before it or behind it, so no write is under way that is not known here.
-            self.sent[-1].transfers.extend(zip((target,), (begun,), iter(submit, None)))
+            self.sent[-1].transfers.extend(zip((target,), (begun,), iter(submit, None), strict=False))
         except EngineError as error:
             self.report.failed[target] = str(error)
 
