@@ -207,6 +207,34 @@ def test_the_time_of_writes_is_counted_once_where_they_overlap() -> None:
     assert [(round(begin, 6), round(end, 6)) for _, begin, end in report.spans] == [(1, 7), (10, 11), (20, 20.5)]
 
 
+def test_a_write_never_ends_before_it_begins() -> None:
+    staging: Any = SimpleNamespace(room=lambda: Room(1_024, 1_024))
+    writes = Writes(staging, Report(1, 0), time.monotonic() + WAIT_S)
+
+    class Write:
+        """One that is over at once, and of which another thread keeps the reader for a while."""
+
+        def __init__(self) -> None:
+            self.end = time.perf_counter()
+
+        def wait(self) -> None:
+            """Return at once."""
+
+        @property
+        def seconds_since_end(self) -> float:
+            """The time since the end, later than it was asked for."""
+            asked = time.perf_counter()
+            while time.perf_counter() < asked + 0.01:
+                pass
+            return time.perf_counter() - self.end
+
+    writes.begin(None)
+    writes.write(0, Write)  # type: ignore[arg-type]
+    writes.end_oldest()
+    assert writes.since is not None
+    assert writes.since <= writes.until
+
+
 def test_a_write_that_is_interrupted_as_it_begins_is_known() -> None:
     staging: Any = SimpleNamespace(room=lambda: Room(1_024, 1_024))
     writes = Writes(staging, Report(1, 0), time.monotonic() + WAIT_S)

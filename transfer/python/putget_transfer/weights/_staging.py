@@ -189,7 +189,8 @@ class Writes:
                 transfer.wait()  # it ends at its deadline, and grace, at the latest
             except EngineError as error:
                 self.report.failed.setdefault(target, str(error))
-            self._ran(begun, time.perf_counter() - (transfer.seconds_since_end or 0.0))
+            since_end = transfer.seconds_since_end or 0.0  # before the clock: another thread may run between the two
+            self._ran(begun, time.perf_counter() - since_end)
         piece = self.sent.popleft().piece
         if piece is not None:
             self.room.give([piece])
