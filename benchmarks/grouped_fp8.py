@@ -160,10 +160,10 @@ def _network_row(count: int, weights: tuple[Tensor, Tensor, Tensor, Tensor]) -> 
         return grouped_fp8.grouped_fp8_mm(active, down, down_scales, expected_rows=each)
 
     def in_one() -> Tensor:
-        return networks.run(ordered, None, weights, "silu", progress, each)
+        return networks.run(ordered, None, weights, "silu", progress)
 
     def scattered() -> Tensor:
-        return networks.run(arrived, source_rows, weights, "silu", progress, each)
+        return networks.run(arrived, source_rows, weights, "silu", progress)
 
     want = apart().view(torch.int16)
     for name, way in (("in one", in_one), ("in one, as they arrived", scattered)):

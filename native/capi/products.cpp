@@ -123,7 +123,6 @@ putget_status putget_moe_networks(const putget_moe_networks_args* args) {
     networks.capacity = args->capacity;
     networks.hidden_size = args->hidden_size;
     networks.intermediate_size = args->intermediate_size;
-    networks.expected_rows = args->expected_rows;
     networks.num_sms = args->num_sms;
     networks.gate = static_cast<putget::moe::Gate>(args->gate);
     putget::cuda::moe_networks(networks, {args->ordinal, args->stream});

@@ -305,7 +305,6 @@ typedef struct putget_moe_networks_args {
   uint32_t capacity;
   uint32_t hidden_size;       /* a multiple of 128 */
   uint32_t intermediate_size; /* a multiple of 128 */
-  uint32_t expected_rows;     /* of an expert; changes the speed alone */
   uint32_t num_sms;           /* most SMs that are used; 0: all */
   uint32_t gate;              /* putget_gate */
   void* stream;               /* cudaStream_t */

@@ -26,8 +26,7 @@ struct Networks {
   uint32_t capacity;
   uint32_t hidden_size;
   uint32_t intermediate_size;
-  uint32_t expected_rows;  // of an expert: the tiles are chosen for it
-  uint32_t num_sms;        // most that are used; 0: all
+  uint32_t num_sms;  // most that are used; 0: all
   Gate gate;
 };
 

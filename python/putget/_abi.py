@@ -11,7 +11,7 @@ from typing import Any
 from putget import config
 from putget.errors import BackendUnavailable, PutgetError
 
-ABI_VERSION = 20
+ABI_VERSION = 21
 MAGIC = 0x70757467
 MAX_RANKS = 128
 MAX_TOP_K = 32
@@ -539,7 +539,6 @@ class MoeNetworksArgs(Versioned):
         ("capacity", c_uint32),
         ("hidden_size", c_uint32),
         ("intermediate_size", c_uint32),
-        ("expected_rows", c_uint32),
         ("num_sms", c_uint32),
         ("gate", c_uint32),
         ("stream", c_void_p),

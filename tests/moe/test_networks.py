@@ -22,8 +22,7 @@ from tests.moe.layers import make_layer
 from tests.moe.test_fused import open_a2a, weights_of
 from tests.moe.test_grouped_fp8 import Product
 
-FEW = 4  # expected rows for which tiles have up to 32 rows
-MORE = 40  # ... up to 64
+FEW = 4  # expected rows
 
 
 def arguments(**changed: Any) -> _abi.MoeNetworksArgs:
@@ -65,8 +64,8 @@ def test_wrong_arguments(changed: dict[str, Any], message: str) -> None:
         (8, 7168, 8, True, (True, True)),
         (8, 7168, 16, True, (True, True)),
         (8, 7168, 17, True, (True, False)),
-        (8, 7168, 48, True, (True, False)),
-        (8, 7168, 49, True, (False, False)),
+        (8, 7168, 112, True, (True, False)),
+        (8, 7168, 113, True, (False, False)),
         (0, 7168, 8, True, (False, False)),
         (257, 7168, 8, True, (False, False)),
         (256, 1 << 23, 8, True, (False, False)),
@@ -89,7 +88,6 @@ def stand_in(
     weights: tuple[Tensor, Tensor, Tensor, Tensor],
     gate: Gate,
     progress: Tensor,
-    expected_rows: int,
 ) -> Tensor:
     """The kernel's result by two products, on the CPU, for checked arguments."""
     capacity = rows.capacity if source_rows is None else len(source_rows)
@@ -99,9 +97,9 @@ def stand_in(
         at = source_rows.clamp(min=0).long()
         codes = rows.codes.view(torch.uint8)[at].view(rows.codes.dtype)
         rows = ExpertRows(codes, rows.scales[at], rows.starts, rows.counts)
-    active = grouped_fp8.gated_fp8_mm(rows, weights[0], weights[1], gate, expected_rows=expected_rows)
+    active = grouped_fp8.gated_fp8_mm(rows, weights[0], weights[1], gate, expected_rows=FEW)
     second = ExpertRows(*active, rows.starts, rows.counts)
-    return grouped_fp8.grouped_fp8_mm(second, weights[2], weights[3], expected_rows=expected_rows)
+    return grouped_fp8.grouped_fp8_mm(second, weights[2], weights[3], expected_rows=FEW)
 
 
 def scattered_or_not(rank: Rank, row_dtype: torch.dtype) -> list[bool]:
@@ -175,7 +173,7 @@ def test_wrong_tensors(name: str, change: Callable[[Any], Any], message: str) ->
     given[name] = change(given[name])
     gate_up, gate_up_scales, down, down_scales, gate, source_rows, progress = given.values()
     with pytest.raises(ValueError, match=message):
-        networks.run(first.rows, source_rows, (gate_up, gate_up_scales, down, down_scales), gate, progress, FEW)
+        networks.run(first.rows, source_rows, (gate_up, gate_up_scales, down, down_scales), gate, progress)
 
 
 @dataclass
@@ -242,12 +240,13 @@ needs_hopper = pytest.mark.skipif(
 )
 
 
-# Tiles of each kind, several of one expert, experts without rows, a block without a second one, one row, and none.
+# Bands and boxes of each kind, several tiles, experts without rows, a block without a second one, one row, and none.
 CASES = (
     ([1], 128, 128, 0),
     ([3, 0, 17, 40, 0, 130], 384, 256, 0),
     ([0, 0, 65, 1], 256, 384, 3),
     ([16] * 20, 640, 128, 0),
+    ([150, 257, 1, 0, 128, 33, 81], 512, 256, 1),
     ([0, 0], 256, 128, 1),
 )
 
@@ -259,12 +258,11 @@ CASES = (
 def test_the_bits_are_those_of_two_products(case: tuple[list[int], int, int, int], gate: Gate) -> None:
     experts = Experts(*case)
     want = experts.apart(gate)
-    for expected in (FEW, MORE):
-        for rows, source_rows in ((experts.ordered, None), (experts.arrived, experts.source_rows)):
-            for _ in range(3):
-                got = fp8_networks(rows, experts, experts.weights, gate, expected, source_rows)[experts.places]
-                assert torch.equal(got.view(torch.int16), want.view(torch.int16)), (expected, source_rows is None)
-                assert experts.left() == 0
+    for rows, source_rows in ((experts.ordered, None), (experts.arrived, experts.source_rows)):
+        for _ in range(3):
+            got = fp8_networks(rows, experts, experts.weights, gate, FEW, source_rows)[experts.places]
+            assert torch.equal(got.view(torch.int16), want.view(torch.int16)), source_rows is None
+            assert experts.left() == 0
 
 
 @pytest.mark.gpu
@@ -275,7 +273,7 @@ def test_any_number_of_ctas_ends(num_sms: int) -> None:
     want = experts.apart("silu")
     rows = ExpertRows(*experts.ordered, experts.starts, experts.num_rows)
     for _ in range(3):
-        got = networks.run(rows, None, experts.weights, "silu", experts.progress, FEW, num_sms)[experts.places]
+        got = networks.run(rows, None, experts.weights, "silu", experts.progress, num_sms)[experts.places]
         assert torch.equal(got.view(torch.int16), want.view(torch.int16))
         assert experts.left() == 0
 
@@ -293,10 +291,10 @@ def test_layers_in_a_row_and_beside_each_other() -> None:
         rows = ExpertRows(*one.ordered, one.starts, one.num_rows)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            networks.run(rows, None, one.weights, "silu", one.progress, FEW)
+            networks.run(rows, None, one.weights, "silu", one.progress)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=stream):
-                out += [networks.run(rows, None, one.weights, "silu", one.progress, FEW) for _ in range(20)]
+                out += [networks.run(rows, None, one.weights, "silu", one.progress) for _ in range(20)]
             graphs.append(graph)
     torch.cuda.synchronize()
     for _ in range(10):

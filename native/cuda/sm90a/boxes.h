@@ -46,4 +46,20 @@ inline CUtensorMap boxes(const void* values, uint64_t rows, uint32_t columns, ui
   return map;
 }
 
+// Bytes [rows, columns], eight rows of a group, of `blocks` which are `block_bytes` apart; swizzled boxes of kBoxBytes,
+// the groups of two blocks by turns, eight of each. Where there is one block, the second reads as zeros.
+inline CUtensorMap boxes_of_groups(const void* values, uint64_t rows, uint64_t columns, uint32_t blocks,
+                                   uint64_t block_bytes) {
+  const cuuint64_t sizes[4] = {columns, 8, blocks, rows / 8};
+  const cuuint64_t bytes[3] = {columns, block_bytes, 8 * columns};
+  const cuuint32_t box[4] = {kBoxBytes, 8, 2, 8};
+  const cuuint32_t steps[4] = {1, 1, 1, 1};
+  CUtensorMap map{};
+  check(driver().encode_tiled(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 4, const_cast<void*>(values), sizes, bytes, box,
+                              steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+        "cuTensorMapEncodeTiled");
+  return map;
+}
+
 }  // namespace putget::cuda

@@ -7,28 +7,26 @@
 namespace putget::cuda {
 
 // One thread: takes units, and brings their weights.
-template <class Shape>
-__device__ __forceinline__ void network_bring(const NetworkCall& call, NetworkShared<Shape>& shared, uint32_t stages,
+__device__ __forceinline__ void network_bring(const NetworkCall& call, NetworkShared& shared, uint32_t stages,
                                               uint32_t number) {
-  NetworkUnits<Shape> units(shared);
-  NetworkOrder<Shape> order{call, shared};
-  NetworkTurn<Shape::kStages> stage;
+  NetworkUnits units(shared);
+  NetworkOrder order{call, shared};
+  NetworkTurn<kNetworkStages> stage;
   for (;;) {
     const NetworkUnit unit = order.at(number);
     units.put(unit);
     if (unit.phase == 2) break;
     number = atomicAdd(&call.progress->taken, 1u);  // is there when this unit's weights have been asked for
     const NetworkPhase& product = call.phase[unit.phase];
-    const uint32_t weight = unit.expert * product.n + unit.block * kNetworkBlock;
-    // A second block that does not exist is brought from elsewhere, multiplied and not stored.
-    const uint32_t further = network_has_second(product, unit.block) ? product.further * kNetworkBlock : 0;
+    const CUtensorMap* weights = &product.weights[network_has_second(product, unit.block) ? 0 : 1];
+    const uint32_t group = (unit.expert * product.n + unit.block * kNetworkBlock) / 8;
     for (uint32_t k = 0; k < product.k_blocks; ++k, stage.next()) {
       const uint32_t full = ptx::shared_address(&shared.full[stage.index]);
-      const uint32_t at = stages + stage.index * Shape::kStageBytes;
+      const uint32_t at = stages + stage.index * kNetworkStageBytes;
       ptx::barrier_wait(ptx::shared_address(&shared.empty[stage.index]), stage.round ^ 1);
-      ptx::barrier_expect_bytes(full, 2 * Shape::kBlockBytes);
-      ptx::copy_box(at, &product.weights, k * kNetworkBlock, weight, full);
-      ptx::copy_box(at + Shape::kBlockBytes, &product.weights, k * kNetworkBlock, weight + further, full);
+      ptx::barrier_expect_bytes(full, 2 * kNetworkBlockBytes);
+      ptx::copy_box_of_groups(at, weights, k * kNetworkBlock, group, full);
+      ptx::copy_box_of_groups(at + kNetworkBlockBytes, weights, k * kNetworkBlock, group + 8, full);
     }
   }
   units.wait_for_all();
@@ -46,9 +44,8 @@ __device__ __forceinline__ void network_wait_between(const NetworkCall& call, co
 constexpr uint32_t kNetworkBringers = 96;  // threads
 
 // The part of a unit's rows and scales that a thread brings.
-template <class Shape>
 struct NetworkRows {
-  static constexpr uint32_t kEach = (Shape::kRows + kNetworkBringers - 1) / kNetworkBringers;
+  static constexpr uint32_t kEach = (kNetworkRows + kNetworkBringers - 1) / kNetworkBringers;
   static constexpr uint32_t kChunks = kNetworkBlock / 16;  // of a row, in a stage
   static constexpr uint32_t kGap = kNetworkBringers / kChunks;
 
@@ -63,7 +60,7 @@ struct NetworkRows {
 
   __device__ NetworkRows(const NetworkCall& all, const NetworkUnit& own)
       : call(all), unit(own), product(all.phase[own.phase]), thread(threadIdx.x - 32) {
-    count = min(static_cast<uint32_t>(unit.rows_left), Shape::kRows);
+    count = static_cast<uint32_t>(unit.rows);
     scattered = unit.phase == 0 && call.scattered != nullptr;
 #pragma unroll
     for (uint32_t i = 0; i < kEach; ++i) {
@@ -101,24 +98,22 @@ struct NetworkRows {
       const uint32_t place = i * kNetworkBringers + thread;
       if (place < count) ptx::copy_async_4(to + place * 4, row_scales[i] + k);
     }
-    if (thread < 2) ptx::copy_async_4(to + (Shape::kRows + thread) * 4, weight_scale + k);
+    if (thread < 2) ptx::copy_async_4(to + (kNetworkRows + thread) * 4, weight_scale + k);
   }
 };
 
 // Three warps: rows and all scales.
-template <class Shape>
-__device__ __forceinline__ void network_bring_rows(const NetworkCall& call, NetworkShared<Shape>& shared,
-                                                   uint32_t stages) {
-  NetworkUnits<Shape> units(shared);
-  NetworkTurn<Shape::kStages> stage;
+__device__ __forceinline__ void network_bring_rows(const NetworkCall& call, NetworkShared& shared, uint32_t stages) {
+  NetworkUnits units(shared);
+  NetworkTurn<kNetworkStages> stage;
   NetworkUnit unit;
   while (units.get(unit)) {
-    const NetworkRows<Shape> rows(call, unit);
+    const NetworkRows rows(call, unit);
     if (unit.phase == 1) network_wait_between(call, unit);
     for (uint32_t k = 0; k < rows.product.k_blocks; ++k, stage.next()) {
       const uint32_t full = ptx::shared_address(&shared.full[stage.index]);
       ptx::barrier_wait(ptx::shared_address(&shared.empty[stage.index]), stage.round ^ 1);
-      rows.bring(stages + stage.index * Shape::kStageBytes + 2 * Shape::kBlockBytes, k, full);
+      rows.bring(stages + stage.index * kNetworkStageBytes + 2 * kNetworkBlockBytes, k, full);
       rows.bring_scales(ptx::shared_address(shared.scales[stage.index]), k);
       ptx::barrier_arrive_after_copies(full);
     }

@@ -8,13 +8,17 @@
 
 namespace putget::cuda {
 
-constexpr uint32_t kNetworkThreads = 384;
+constexpr uint32_t kNetworkMultiplying = 2;                            // warpgroups
+constexpr uint32_t kNetworkThreads = 128 * (1 + kNetworkMultiplying);  // ... and one that brings
+constexpr uint32_t kNetworkWarps = 4 * kNetworkMultiplying;            // that multiply
 constexpr uint32_t kNetworkBlock = 128;  // weights of a block; bytes of a row that a stage has
 
 // One of the two products.
 struct NetworkPhase {
-  CUtensorMap weights;         // [num_experts * n, k], boxes of 128 rows of 128 bytes, swizzled
-  CUtensorMap rows[3];         // [., k], boxes of 16, 32 and 64 rows of 128 bytes, swizzled
+  // [num_experts * n, k], swizzled boxes of 64 rows of both blocks of a unit, eight of the first, eight of the second
+  // and so on, of 128 bytes; and for a unit without a second block, which reads as zeros.
+  CUtensorMap weights[2];
+  CUtensorMap rows[4];         // [., k], boxes of 16, 32, 64 and 128 rows of 128 bytes, swizzled
   const float* weight_scales;  // [num_experts, n / 128, k / 128]
   const float* row_scales;     // [., k / 128]
   uint32_t n;
@@ -44,46 +48,38 @@ struct NetworkCall {
   uint32_t num_experts;
 };
 
-template <uint32_t kTileRows, uint32_t kDepth>
-struct NetworkShape {
-  static constexpr uint32_t kStages = kDepth;
-  static constexpr uint32_t kRows = kTileRows;  // most of a tile
-  static constexpr uint32_t kBlockBytes = kNetworkBlock * kNetworkBlock;
-  static constexpr uint32_t kStageBytes = 2 * kBlockBytes + kRows * kNetworkBlock;
-  static constexpr uint32_t kScales = kRows + 4;  // of a stage: rows, blocks, and to 16 bytes
-  static_assert(kStageBytes % 1024 == 0);
-};
+constexpr uint32_t kNetworkStages = 4;
+constexpr uint32_t kNetworkRows = 128;  // most of a tile
+constexpr uint32_t kNetworkBlockBytes = kNetworkBlock * kNetworkBlock;
+constexpr uint32_t kNetworkStageBytes = 2 * kNetworkBlockBytes + kNetworkRows * kNetworkBlock;
 
 struct NetworkUnit {
   uint32_t phase;  // 2: there is none, and none will be
   uint32_t expert;
   uint32_t tile;  // of rows, of all experts
   uint32_t first_row;
-  int32_t rows_left;  // of the expert, from first_row on
-  uint32_t block;     // the first of two
-  uint32_t kind;      // 16 << kind rows are multiplied
+  int32_t rows;
+  uint32_t block;  // the first of two
+  uint32_t kind;   // 16 << kind rows are brought
 };
 
-template <class Shape>
 struct NetworkShared {
   static constexpr uint32_t kUnits = 4;
 
-  uint64_t full[Shape::kStages];
-  uint64_t empty[Shape::kStages];
+  uint64_t full[kNetworkStages];
+  uint64_t empty[kNetworkStages];
   uint64_t unit_full[kUnits];
   uint64_t unit_empty[kUnits];
   NetworkUnit unit[kUnits];
   uint32_t ends[moe::kNetworkExperts];  // tiles of rows of experts up to and with this one
   int32_t starts[moe::kNetworkExperts];
   int32_t counts[moe::kNetworkExperts];
-  float largest[8][Shape::kRows];  // of each warp
-  alignas(16) float quantum[Shape::kRows];
-  alignas(16) float scales[Shape::kStages][Shape::kScales];
+  float largest[kNetworkMultiplying][kNetworkRows];            // of each warp
+  alignas(16) float scales[kNetworkStages][kNetworkRows + 4];  // rows, blocks, and to 16 bytes
 };
 
-template <class Shape>
 constexpr uint32_t network_shared_bytes() {
-  return Shape::kStages * Shape::kStageBytes + sizeof(NetworkShared<Shape>) + 1024;  // to align the stages
+  return kNetworkStages * kNetworkStageBytes + sizeof(NetworkShared) + 1024;  // to align the stages
 }
 
 // A place in a ring, and how often all places were used.
@@ -107,12 +103,11 @@ __device__ __forceinline__ uint64_t network_operand(uint32_t address) {
 }
 
 // The warps of a CTA see units in the same order.
-template <class Shape>
 struct NetworkUnits {
-  NetworkShared<Shape>& shared;
-  NetworkTurn<NetworkShared<Shape>::kUnits> turn;
+  NetworkShared& shared;
+  NetworkTurn<NetworkShared::kUnits> turn;
 
-  __device__ explicit NetworkUnits(NetworkShared<Shape>& block_shared) : shared(block_shared) {}
+  __device__ explicit NetworkUnits(NetworkShared& block_shared) : shared(block_shared) {}
 
   // Whole warps call it. False: there are no more.
   __device__ bool get(NetworkUnit& unit) {
@@ -134,17 +129,16 @@ struct NetworkUnits {
 
   // ... after the last: until every warp has got that one.
   __device__ void wait_for_all() {
-    for (uint32_t i = 0; i < NetworkShared<Shape>::kUnits; ++i, turn.next()) {
+    for (uint32_t i = 0; i < NetworkShared::kUnits; ++i, turn.next()) {
       ptx::barrier_wait(ptx::shared_address(&shared.unit_empty[turn.index]), turn.round ^ 1);
     }
   }
 };
 
 // One thread's way through the order of all units; numbers ascend.
-template <class Shape>
 struct NetworkOrder {
   const NetworkCall& call;
-  const NetworkShared<Shape>& shared;
+  const NetworkShared& shared;
   uint32_t expert = 0;  // of the last unit
   uint32_t last_phase = 0;
 
@@ -163,10 +157,10 @@ struct NetworkOrder {
     const uint32_t high = shared.ends[expert] - before;
     const uint32_t column = (number - before * product.wide) / high;
     const uint32_t down = number - before * product.wide - column * high;
-    const int32_t left = shared.counts[expert] - static_cast<int32_t>(down * Shape::kRows);
-    const uint32_t kind = (left > 16) + (left > 32 && Shape::kRows > 32);
-    return {phase, expert, before + down, shared.starts[expert] + down * Shape::kRows, left, product.step * column,
-            kind};
+    const uint32_t first = down * kNetworkRows;
+    const int32_t rows = min(static_cast<int32_t>(kNetworkRows), shared.counts[expert] - static_cast<int32_t>(first));
+    const uint32_t kind = (rows > 16) + (rows > 32) + (rows > 64);
+    return {phase, expert, before + down, shared.starts[expert] + first, rows, product.step * column, kind};
   }
 };
 

@@ -10,42 +10,31 @@
 namespace putget::cuda {
 namespace {
 
-constexpr uint32_t kFew = 20;  // rows of an expert
-
 using Kernel = void (*)(NetworkCall);
 
-struct Kind {
-  uint32_t shared_bytes;
-  Kernel silu;
-  Kernel gelu;
-};
+constexpr Kernel kKernels[] = {networks_kernel<moe::Gate::kSilu>, networks_kernel<moe::Gate::kGelu>};
+static_assert(network_shared_bytes() <= 232448);
 
-template <uint32_t kRows, uint32_t kStages>
-constexpr Kind kind() {
-  using Shape = NetworkShape<kRows, kStages>;
-  static_assert(network_shared_bytes<Shape>() <= 232448);
-  return {network_shared_bytes<Shape>(), networks_kernel<Shape, moe::Gate::kSilu>,
-          networks_kernel<Shape, moe::Gate::kGelu>};
-}
-
-// By the rows that an expert is expected to have: most experts have one tile.
-Kind kind_for(uint32_t expected_rows) { return expected_rows <= kFew ? kind<32, 5>() : kind<64, 5>(); }
-
-void load(const Kind& kind) {
-  for (const Kernel kernel : {kind.silu, kind.gelu}) {
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kind.shared_bytes),
-          "shared memory of networks_kernel");
-  }
+void load(Kernel kernel) {
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, network_shared_bytes()),
+        "shared memory of networks_kernel");
 }
 
 void set_rows(NetworkPhase& phase, const void* rows, uint64_t count, uint32_t columns) {
-  for (uint32_t kind = 0; kind < 3; ++kind) phase.rows[kind] = boxes(rows, count, columns, 16u << kind);
+  for (uint32_t kind = 0; kind < 4; ++kind) phase.rows[kind] = boxes(rows, count, columns, 16u << kind);
+}
+
+void set_weights(NetworkPhase& phase, const void* weights, uint32_t num_experts) {
+  const uint64_t columns = uint64_t{phase.k_blocks} * kNetworkBlock;
+  for (uint32_t blocks = 1; blocks <= 2; ++blocks) {
+    phase.weights[2 - blocks] = boxes_of_groups(weights, uint64_t{num_experts} * phase.n, columns, blocks,
+                                                phase.further * kNetworkBlock * columns);
+  }
 }
 
 NetworkPhase first_product(const moe::Networks& networks) {
   const uint32_t n = 2 * networks.intermediate_size;
   NetworkPhase phase{};
-  phase.weights = boxes(networks.gate_up, uint64_t{networks.num_experts} * n, networks.hidden_size, kNetworkBlock);
   set_rows(phase, networks.rows, networks.num_rows, networks.hidden_size);
   phase.weight_scales = networks.gate_up_scales;
   phase.row_scales = networks.row_scales;
@@ -54,13 +43,12 @@ NetworkPhase first_product(const moe::Networks& networks) {
   phase.wide = n / kNetworkBlock / 2;
   phase.step = 1;
   phase.further = n / kNetworkBlock / 2;
+  set_weights(phase, networks.gate_up, networks.num_experts);
   return phase;
 }
 
 NetworkPhase second_product(const moe::Networks& networks) {
   NetworkPhase phase{};
-  phase.weights = boxes(networks.down, uint64_t{networks.num_experts} * networks.hidden_size,
-                        networks.intermediate_size, kNetworkBlock);
   set_rows(phase, networks.between, networks.capacity, networks.intermediate_size);
   phase.weight_scales = networks.down_scales;
   phase.row_scales = networks.between_scales;
@@ -69,6 +57,7 @@ NetworkPhase second_product(const moe::Networks& networks) {
   phase.wide = ceil_div(networks.hidden_size / kNetworkBlock, 2);
   phase.step = 2;
   phase.further = 1;
+  set_weights(phase, networks.down, networks.num_experts);
   return phase;
 }
 
@@ -92,21 +81,19 @@ NetworkCall call_of(const moe::Networks& networks) {
 
 void load_moe_networks_kernels(int ordinal) {
   if (capability_of(ordinal) != kHopper) return;
-  load(kind_for(kFew));
-  load(kind_for(kFew + 1));
+  for (const Kernel kernel : kKernels) load(kernel);
 }
 
 void moe_networks(const moe::Networks& networks, const Queue& queue) {
   DeviceScope scope(queue.ordinal);
   require_hopper(queue.ordinal);
-  const Kind kind = kind_for(networks.expected_rows);
-  const Kernel kernel = networks.gate == moe::Gate::kSilu ? kind.silu : kind.gelu;
-  load(kind);
+  const Kernel kernel = kKernels[networks.gate == moe::Gate::kSilu ? 0 : 1];
+  load(kernel);
   const uint32_t sms = blocks_of(queue, 1);
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(networks.num_sms == 0 ? sms : std::min(sms, networks.num_sms));
   config.blockDim = dim3(kNetworkThreads);
-  config.dynamicSmemBytes = kind.shared_bytes;
+  config.dynamicSmemBytes = network_shared_bytes();
   config.stream = static_cast<cudaStream_t>(queue.stream);
   // Rows are counted by then: whoever waits for another rank has ended before CTAs of this kernel take their places.
   cudaLaunchAttribute early{};

@@ -8,11 +8,12 @@
 // those of product.cuh: the bits are the same. Tiles are computed transposed, so that few rows fill the narrow side of
 // the tensor cores.
 //
-//   grid      any number of CTAs. Each takes the next unit from a counter: a tile of kRows rows of one expert and two
-//             blocks of 128 weights, neighbours, or one of the gate and the same one of the other factor. All units of
-//             the first product come before those of the second, so whoever waits waits for a CTA that runs
-//   block     one warp takes units and brings weights, three bring rows and scales. Two warpgroups multiply, each half
-//             of the weights of a block
+//   grid      any number of CTAs. Each takes the next unit from a counter: a tile of kNetworkRows rows of one expert
+//   and
+//             two blocks of 128 weights, neighbours, or one of the gate and the same one of the other factor. All units
+//             of the first product come before those of the second, so whoever waits waits for a CTA that runs
+//   block     one warp takes units and brings weights, three bring rows and scales. Two warpgroups multiply, each all
+//             rows by half of the weights of both blocks
 //   shared    kStages of 128 bytes of each weight and each row of a tile, and their scales; the units on their way
 //   waits     barriers of the block; for the first products of a tile's rows; before all, for earlier kernels
 #pragma once
@@ -23,8 +24,7 @@
 namespace putget::cuda {
 
 // One warp: where experts' rows are, and the tiles of experts up to and with each.
-template <class Shape>
-__device__ __forceinline__ void network_count(const NetworkCall& call, NetworkShared<Shape>& shared) {
+__device__ __forceinline__ void network_count(const NetworkCall& call, NetworkShared& shared) {
   const uint32_t lane = threadIdx.x % 32;
   uint32_t before = 0;
   for (uint32_t base = 0; base < call.num_experts; base += 32) {
@@ -32,7 +32,7 @@ __device__ __forceinline__ void network_count(const NetworkCall& call, NetworkSh
     const bool known = expert < call.num_experts;
     const int32_t count = known ? call.counts[expert] : 0;
     const int32_t start = known ? call.starts[expert] : 0;
-    uint32_t tiles = (count + Shape::kRows - 1) / Shape::kRows;
+    uint32_t tiles = (count + kNetworkRows - 1) / kNetworkRows;
 #pragma unroll
     for (uint32_t step = 1; step < 32; step *= 2) {
       const uint32_t other = __shfl_up_sync(0xffffffffu, tiles, step);
@@ -48,8 +48,7 @@ __device__ __forceinline__ void network_count(const NetworkCall& call, NetworkSh
 }
 
 // One warp of the CTA that ends last leaves zeros.
-template <class Shape>
-__device__ __forceinline__ void network_end(const NetworkCall& call, const NetworkShared<Shape>& shared) {
+__device__ __forceinline__ void network_end(const NetworkCall& call, const NetworkShared& shared) {
   uint32_t ended = 0;
   const uint32_t lane = threadIdx.x % 32;
   if (lane == 0) ended = ptx::add_acq_rel_gpu(&call.progress->ended, 1);
@@ -63,55 +62,53 @@ __device__ __forceinline__ void network_end(const NetworkCall& call, const Netwo
 }
 
 // One warp: everything but rows and products.
-template <class Shape>
-__device__ __forceinline__ void network_take(const NetworkCall& call, NetworkShared<Shape>& shared, uint32_t stages) {
+__device__ __forceinline__ void network_take(const NetworkCall& call, NetworkShared& shared, uint32_t stages) {
   const bool first = threadIdx.x == 0;
   const uint32_t number = first ? atomicAdd(&call.progress->taken, 1u) : 0;
-  network_count<Shape>(call, shared);
+  network_count(call, shared);
   __syncwarp();
-  if (first) network_bring<Shape>(call, shared, stages, number);
+  if (first) network_bring(call, shared, stages, number);
   __syncwarp();
-  network_end<Shape>(call, shared);
+  network_end(call, shared);
 }
 
-template <class Shape>
-__device__ __forceinline__ void network_begin(const NetworkCall& call, NetworkShared<Shape>& shared) {
+__device__ __forceinline__ void network_begin(const NetworkCall& call, NetworkShared& shared) {
   for (const NetworkPhase& product : call.phase) {
-    ptx::prefetch_tensor_map(&product.weights);
+    for (const CUtensorMap& weights : product.weights) ptx::prefetch_tensor_map(&weights);
     for (const CUtensorMap& rows : product.rows) ptx::prefetch_tensor_map(&rows);
   }
-  for (uint32_t stage = 0; stage < Shape::kStages; ++stage) {
+  for (uint32_t stage = 0; stage < kNetworkStages; ++stage) {
     ptx::barrier_init(ptx::shared_address(&shared.full[stage]), 2 + kNetworkBringers);
-    ptx::barrier_init(ptx::shared_address(&shared.empty[stage]), 8);
+    ptx::barrier_init(ptx::shared_address(&shared.empty[stage]), kNetworkWarps);
   }
-  for (uint32_t unit = 0; unit < NetworkShared<Shape>::kUnits; ++unit) {
+  for (uint32_t unit = 0; unit < NetworkShared::kUnits; ++unit) {
     ptx::barrier_init(ptx::shared_address(&shared.unit_full[unit]), 1);
-    ptx::barrier_init(ptx::shared_address(&shared.unit_empty[unit]), kNetworkBringers / 32 + 8);
+    ptx::barrier_init(ptx::shared_address(&shared.unit_empty[unit]), kNetworkBringers / 32 + kNetworkWarps);
   }
   ptx::fence_barrier_init();
 }
 
-template <class Shape, moe::Gate kGate>
+template <moe::Gate kGate>
 __global__ void __launch_bounds__(kNetworkThreads, 1) networks_kernel(const __grid_constant__ NetworkCall call) {
   extern __shared__ uint8_t memory[];
   // Stages lie at multiples of 1024 bytes, which the swizzle goes by.
   const uint32_t stages = (ptx::shared_address(memory) + 1023) / 1024 * 1024;
-  auto& shared = *reinterpret_cast<NetworkShared<Shape>*>(memory + (stages - ptx::shared_address(memory)) +
-                                                          Shape::kStages * Shape::kStageBytes);
-  if (threadIdx.x == 0) network_begin<Shape>(call, shared);
+  auto& shared = *reinterpret_cast<NetworkShared*>(memory + (stages - ptx::shared_address(memory)) +
+                                                   kNetworkStages * kNetworkStageBytes);
+  if (threadIdx.x == 0) network_begin(call, shared);
   __syncthreads();
   ptx::wait_for_earlier_grids();
   ptx::launch_dependent_grids();
   if (threadIdx.x < 128) {
     ptx::give_registers<40>();
     if (threadIdx.x / 32 == 0) {
-      network_take<Shape>(call, shared, stages);
+      network_take(call, shared, stages);
     } else {
-      network_bring_rows<Shape>(call, shared, stages);
+      network_bring_rows(call, shared, stages);
     }
   } else {
     ptx::take_registers<232>();
-    network_multiply<Shape, kGate>(call, shared, stages);
+    network_multiply<kGate>(call, shared, stages);
   }
 }
 

@@ -76,6 +76,16 @@ __device__ __forceinline__ void copy_box(uint32_t to, const void* map, uint32_t 
       : "memory");
 }
 
+// The box at (column, 0, 0, group) of a tensor of four dimensions.
+__device__ __forceinline__ void copy_box_of_groups(uint32_t to, const void* map, uint32_t column, uint32_t group,
+                                                   uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %3, %4}], "
+      "[%5];" ::"r"(to),
+      "l"(map), "r"(column), "r"(0), "r"(group), "r"(barrier)
+      : "memory");
+}
+
 template <uint32_t kRegisters>
 __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -119,51 +129,6 @@ __device__ __forceinline__ void multiply_e4m3(float (&d)[64], uint64_t a, uint64
         "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),
         "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
       : "l"(a), "l"(b), "r"(add));
-}
-
-// The same with 64 rows of b.
-__device__ __forceinline__ void multiply_e4m3(float (&d)[32], uint64_t a, uint64_t b, uint32_t add) {
-  asm volatile(
-      "{\n.reg .pred add;\nsetp.ne.u32 add, %34, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
-      "%24, %25, %26, %27, %28, %29, %30, %31"
-      "}, %32, %33, add, 1, 1;\n}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
-        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
-        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-      : "l"(a), "l"(b), "r"(add));
-}
-
-// The same with 32 rows of b.
-__device__ __forceinline__ void multiply_e4m3(float (&d)[16], uint64_t a, uint64_t b, uint32_t add) {
-  asm volatile(
-      "{\n.reg .pred add;\nsetp.ne.u32 add, %18, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-      "}, %16, %17, add, 1, 1;\n}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-      : "l"(a), "l"(b), "r"(add));
-}
-
-// The same with 16 rows of b.
-__device__ __forceinline__ void multiply_e4m3(float (&d)[8], uint64_t a, uint64_t b, uint32_t add) {
-  asm volatile(
-      "{\n.reg .pred add;\nsetp.ne.u32 add, %10, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7"
-      "}, %8, %9, add, 1, 1;\n}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-      : "l"(a), "l"(b), "r"(add));
-}
-
-// A matrix of 8 x 8 words of 16 bits, a row of which four lanes have, two words each, becomes its transpose.
-__device__ __forceinline__ uint32_t transpose_8x8(uint32_t pair) {
-  uint32_t turned;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
-  return turned;
 }
 
 // Before the copy engine reads global memory that this thread wrote, or has seen written.

@@ -264,7 +264,7 @@ def fp8_networks(
     progress: Tensor | None = getattr(groups, "progress", None)
     if progress is not None and len(codes) and networks.takes(down, expected_rows):
         rows = ExpertRows(codes, scales, starts, counts)
-        return networks.run(rows, source_rows, weights, gate, progress, expected_rows)
+        return networks.run(rows, source_rows, weights, gate, progress)
     if source_rows is not None:
         raise ValueError(
             f"source_rows is given for {expected_rows} rows per expert, which takes_scattered does not allow"

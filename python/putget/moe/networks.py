@@ -19,7 +19,7 @@ from putget.moe.expert_rows import ExpertRows
 from putget.moe.kernels import GATES, Gate
 
 MOST_EXPERTS = 256  # of a rank
-MOST_ROWS = 48  # of an expert: with eight experts, products apart are as fast from there on (benchmarks/grouped_fp8.py)
+MOST_ROWS = 112  # of an expert: with more, many have two tiles and gain nothing (benchmarks/grouped_fp8.py)
 MOST_SCATTERED = 16  # of an expert: more rows are faster copied into order first
 _TILE_ROWS = 16  # no tile is made for fewer
 
@@ -73,7 +73,6 @@ def run(
     weights: tuple[Tensor, Tensor, Tensor, Tensor],
     gate: Gate,
     progress: Tensor,
-    expected_rows: int,
     num_sms: int | None = None,
 ) -> Tensor:
     """Each expert's network over its rows: [capacity, hidden_size] bfloat16; rows of no expert are undefined.
@@ -84,7 +83,6 @@ def run(
         weights: gate_up, its scales, down and its scales, as ``putget.moe.experts.Fp8Experts`` has them.
         gate: "silu" or "gelu".
         progress: See ``putget.ExpertMajor``.
-        expected_rows: Rows of an expert on average. It changes the speed, not what is computed.
         num_sms: Most SMs that are used; None: all.
 
     Raises:
@@ -120,7 +118,6 @@ def run(
         capacity=capacity,
         hidden_size=hidden,
         intermediate_size=intermediate,
-        expected_rows=max(1, expected_rows),
         num_sms=num_sms or 0,
         gate=GATES[gate],
         stream=current_stream(device),
