@@ -5,8 +5,8 @@
 //
 // With few rows the time is that of reading the weights. So a CTA never stops reading: while it waits for what other
 // CTAs write between the products, the weights of its next tile are on their way. Values, scales and their order are
-// those of product.cuh: the bits are the same. Tiles are computed transposed, so that few rows fill the narrow side of
-// the tensor cores.
+// those of product.cuh: the bits are the same. Rows fill the side of 64 of an
+// instruction, because its other operand, the weights, is then read from shared memory once for all of them.
 //
 //   grid      any number of CTAs. Each takes the next unit from a counter: a tile of kNetworkRows rows of one expert
 //   and
