@@ -5,16 +5,15 @@
 //
 // With few rows the time is that of reading the weights. So a CTA never stops reading: while it waits for what other
 // CTAs write between the products, the weights of its next tile are on their way. Values, scales and their order are
-// those of product.cuh: the bits are the same. Rows fill the side of 64 of an
-// instruction, because its other operand, the weights, is then read from shared memory once for all of them.
+// those of product.cuh: the bits are the same. Rows are the 64 rows of an instruction. Its other operand,
+// the weights, is then read from shared memory once for all of them.
 //
-//   grid      any number of CTAs. Each takes the next unit from a counter: a tile of kNetworkRows rows of one expert
-//   and
-//             two blocks of 128 weights, neighbours, or one of the gate and the same one of the other factor. All units
-//             of the first product come before those of the second, so whoever waits waits for a CTA that runs
+//   grid      any number of CTAs. Each takes the next unit from a counter: a tile of rows of one expert and two blocks
+//             of 128 weights, neighbours, or one of the gate and the same one of the other factor. All units of the
+//             first product come before those of the second, so a CTA that waits always waits for one that runs
 //   block     one warp takes units and brings weights, three bring rows and scales. Two warpgroups multiply, each all
 //             rows by half of the weights of both blocks
-//   shared    kStages of 128 bytes of each weight and each row of a tile, and their scales; the units on their way
+//   shared    stages of 128 bytes of each weight and each row of a tile, and their scales; the units on their way
 //   waits     barriers of the block; for the first products of a tile's rows; before all, for earlier kernels
 #pragma once
 
