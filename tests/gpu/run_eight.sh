@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # The runs that only eight GPUs can make, in parts of a few minutes; it works with two and four as well.
 #
-#   tests/gpu/run_eight.sh OUT [part...]     parts: tables details balancer domains suite    (default: tables details)
+#   tests/gpu/run_eight.sh OUT [part...]     parts: tables details layer balancer domains suite    (default: tables details)
 #
 # tables    EP8 beside FlashInfer and NCCL (benchmarks/series_eight.txt), every size checked against the reference
 # details   benchmarks/details.sh: roofline, ablations, overlap, profiles of models
+# layer     a whole layer from ids, of two models' sizes, beside NCCL and FlashInfer, every size checked
 # balancer  a task that changes, with experts that move
 # domains   domains of all sizes that fit, staged on the host and over NVLink
 # suite     the GPU suite with a rank a GPU
@@ -29,6 +30,13 @@ run() { # LIMIT NAME COMMAND...
   echo "$name: exit code $status after $((SECONDS - start)) s"
 }
 
+layer() { # NAME EXPERTS_PER_RANK ARGUMENTS...
+  local name=$1 experts=$(($2 * ranks))
+  shift 2
+  run "${LAYER_LIMIT:-150}" "$name" python3 benchmarks/moe_layer.py --from_ids --no_shared --groups 1 1 --num_experts "$experts" \
+    --output_file "$out/$name.json" "$@"
+}
+
 for part in $parts; do
   case $part in
     tables)
@@ -36,6 +44,10 @@ for part in $parts; do
       python3 benchmarks/contenders.py "$out"/{random,perfect,fp8,sms_8,sms_16,sms_32}.json
       ;;
     details) benchmarks/details.sh "$out" roofline ablate overlap profiles ;;
+    layer)
+      layer layer_v3 8 -b 8 -e 2048 -f 4 --peers nccl,flashinfer
+      layer layer_v4_flash 32 --top_k 6 --hidden_size 4096 -b 8 -e 2048 -f 4 --peers flashinfer
+      ;;
     balancer) run 120 balancer python3 benchmarks/balancer_ranks.py --ep_size "$ranks" ;;
     domains) run 240 domains python3 -m pytest -q -n 2 tests/gpu/test_domains_processes.py ;;
     suite) WORKERS=8 run 560 suite tests/gpu/run_device.sh build suiteN ;;
