@@ -64,8 +64,13 @@ def test_wrong_arguments(changed: dict[str, Any], message: str) -> None:
         (8, 7168, 8, True, (True, True)),
         (8, 7168, 16, True, (True, True)),
         (8, 7168, 17, True, (True, False)),
-        (8, 7168, 112, True, (True, False)),
-        (8, 7168, 113, True, (False, False)),
+        (8, 7168, 128, True, (True, False)),
+        (8, 7168, 129, True, (False, False)),
+        (8, 7168, 175, True, (False, False)),
+        (8, 7168, 176, True, (True, False)),
+        (32, 7168, 255, True, (True, False)),
+        (33, 7168, 255, True, (False, False)),
+        (8, 7168, 256, True, (False, False)),
         (0, 7168, 8, True, (False, False)),
         (257, 7168, 8, True, (False, False)),
         (256, 1 << 23, 8, True, (False, False)),
@@ -247,6 +252,8 @@ CASES = (
     ([0, 0, 65, 1], 256, 384, 3),
     ([16] * 20, 640, 128, 0),
     ([150, 257, 1, 0, 128, 33, 81], 512, 256, 1),
+    ([129, 136, 144, 145, 0, 272, 273], 384, 256, 2),  # the last tile's rows beside its bands, from one to all
+    ([160, 161, 288, 289, 152, 153], 256, 384, 0),
     ([0, 0], 256, 128, 1),
 )
 

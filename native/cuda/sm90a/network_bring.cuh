@@ -80,7 +80,7 @@ struct NetworkRows {
   __device__ void bring(uint32_t to, uint32_t k, uint32_t full) const {
     if (!scattered) {
       if (thread != 0) return;
-      ptx::barrier_expect_bytes(full, (16u << unit.kind) * kNetworkBlock);
+      ptx::barrier_expect_bytes(full, network_box_rows(unit.kind) * kNetworkBlock);
       ptx::copy_box(to, &product.rows[unit.kind], k * kNetworkBlock, unit.first_row, full);
       return;
     }

@@ -18,7 +18,7 @@ struct NetworkPhase {
   // [num_experts * n, k], swizzled boxes of 64 rows of both blocks of a unit, eight of the first, eight of the second
   // and so on, of 128 bytes; and for a unit without a second block, which reads as zeros.
   CUtensorMap weights[2];
-  CUtensorMap rows[4];         // [., k], boxes of 16, 32, 64 and 128 rows of 128 bytes, swizzled
+  CUtensorMap rows[5];         // [., k], boxes of network_box_rows(0 to 4) rows of 128 bytes, swizzled
   const float* weight_scales;  // [num_experts, n / 128, k / 128]
   const float* row_scales;     // [., k / 128]
   uint32_t n;
@@ -49,7 +49,10 @@ struct NetworkCall {
 };
 
 constexpr uint32_t kNetworkStages = 4;
-constexpr uint32_t kNetworkRows = 128;  // most of a tile
+constexpr uint32_t kNetworkBanded = 128;  // rows of a tile in bands of 64
+// Most rows of an expert's last tile beside its bands. Registers have no room for 24.
+constexpr uint32_t kNetworkLast = 16;
+constexpr uint32_t kNetworkRows = kNetworkBanded + kNetworkLast;
 constexpr uint32_t kNetworkBlockBytes = kNetworkBlock * kNetworkBlock;
 constexpr uint32_t kNetworkStageBytes = 2 * kNetworkBlockBytes + kNetworkRows * kNetworkBlock;
 
@@ -60,8 +63,17 @@ struct NetworkUnit {
   uint32_t first_row;
   int32_t rows;
   uint32_t block;  // the first of two
-  uint32_t kind;   // 16 << kind rows are brought
+  uint32_t kind;   // network_box_rows(kind) rows are brought
 };
+
+constexpr uint32_t network_box_rows(uint32_t kind) { return kind == 4 ? kNetworkRows : 16u << kind; }
+
+// Tiles of an expert's rows. All but the last have kNetworkBanded.
+constexpr uint32_t network_tiles(int32_t rows) {
+  constexpr int32_t kLast = kNetworkLast;
+  constexpr int32_t kBanded = kNetworkBanded;
+  return rows <= kBanded ? rows > 0 : (rows - kLast + kBanded - 1) / kBanded;
+}
 
 struct NetworkShared {
   static constexpr uint32_t kUnits = 4;
@@ -74,7 +86,8 @@ struct NetworkShared {
   uint32_t ends[moe::kNetworkExperts];  // tiles of rows of experts up to and with this one
   int32_t starts[moe::kNetworkExperts];
   int32_t counts[moe::kNetworkExperts];
-  float largest[kNetworkMultiplying][kNetworkRows];            // of each warp
+  float largest[kNetworkMultiplying][kNetworkBanded];          // of a row, by each warpgroup
+  float largest_of_last[kNetworkWarps][kNetworkLast];          // likewise, by each warp
   alignas(16) float scales[kNetworkStages][kNetworkRows + 4];  // rows, blocks, and to 16 bytes
 };
 
@@ -157,9 +170,9 @@ struct NetworkOrder {
     const uint32_t high = shared.ends[expert] - before;
     const uint32_t column = (number - before * product.wide) / high;
     const uint32_t down = number - before * product.wide - column * high;
-    const uint32_t first = down * kNetworkRows;
-    const int32_t rows = min(static_cast<int32_t>(kNetworkRows), shared.counts[expert] - static_cast<int32_t>(first));
-    const uint32_t kind = (rows > 16) + (rows > 32) + (rows > 64);
+    const uint32_t first = down * kNetworkBanded;
+    const int32_t rows = down + 1 < high ? kNetworkBanded : shared.counts[expert] - static_cast<int32_t>(first);
+    const uint32_t kind = (rows > 16) + (rows > 32) + (rows > 64) + (rows > 128);
     return {phase, expert, before + down, shared.starts[expert] + first, rows, product.step * column, kind};
   }
 };

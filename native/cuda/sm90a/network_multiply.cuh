@@ -2,37 +2,12 @@
 #pragma once
 
 #include "cuda/moe_exec.cuh"
-#include "cuda/sm90a/network_call.cuh"
+#include "cuda/sm90a/network_last.cuh"
 #include "moe/activation.h"
 
 namespace putget::cuda {
 
-template <uint32_t kCount>
-__device__ __forceinline__ void network_keep(float (&sums)[kCount]) {
-#pragma unroll
-  for (uint32_t i = 0; i < kCount; ++i) ptx::keep_here(sums[i]);
-}
-
-// A band of 64 rows of one stage, and 64 weights of each block.
-__device__ __forceinline__ void network_of_stage(float (&part)[64], uint64_t rows, uint64_t weights) {
-  network_keep(part);
-  ptx::products_begin();
-#pragma unroll
-  for (uint32_t step = 0; step < 4; ++step) ptx::multiply_e4m3(part, rows + 2 * step, weights + 2 * step, step != 0);
-  ptx::products_commit();
-}
-
-// A thread of the warpgroups that multiply. Each has all rows and half of a block's weights.
-struct NetworkThread {
-  uint32_t group = threadIdx.x / 128 - 1;
-  uint32_t warp = threadIdx.x / 32 % 4;
-  uint32_t quarter = threadIdx.x % 4;                       // its weights: two of each eight
-  uint32_t eighth = threadIdx.x % 32 / 4;                   // its rows: two of its warp's sixteen
-  __device__ uint32_t first() const { return group * 64; }  // weight of its group, in a block
-  __device__ uint32_t row(uint32_t band, uint32_t half) const { return 64 * band + 16 * warp + 8 * half + eighth; }
-};
-
-// Each thread has these: [band of 64 rows][eight weights][block][half of a warp's rows][neighbour].
+// The sums of a thread: [band of 64 rows][eight weights][block][half of a warp's rows][neighbour].
 template <uint32_t kBands>
 using NetworkSums = float[kBands][64];
 __device__ constexpr uint32_t network_sum(uint32_t eight, uint32_t block, uint32_t half) {
@@ -74,15 +49,11 @@ __device__ __forceinline__ void network_activate(NetworkShared& shared, const Ne
       gate[0] = moe::gated<kGate>(exec, __uint_as_float(gates << 16), __uint_as_float(ups << 16));
       gate[1] = moe::gated<kGate>(exec, __uint_as_float(gates & 0xffff0000u), __uint_as_float(ups & 0xffff0000u));
 #pragma unroll
-      for (uint32_t e = 0; e < 2; ++e) {
-        const float magnitude = gate[e] < 0.0f ? -gate[e] : gate[e];
-        largest = magnitude > largest ? magnitude : largest;  // a NaN is never the largest
-      }
+      for (uint32_t e = 0; e < 2; ++e) largest = network_larger(network_magnitude(gate[e]), largest);
     }
 #pragma unroll
     for (uint32_t lanes = 1; lanes < 4; lanes *= 2) {
-      const float other = __shfl_xor_sync(0xffffffffu, largest, lanes);
-      largest = other > largest ? other : largest;
+      largest = network_larger(__shfl_xor_sync(0xffffffffu, largest, lanes), largest);
     }
     if (me.quarter == 0) shared.largest[me.group][me.row(band, half)] = largest;
   }
@@ -97,9 +68,7 @@ __device__ __forceinline__ void network_store_codes(const NetworkCall& call, con
   for (uint32_t half = 0; half < 2; ++half) {
     const uint32_t row = me.row(band, half);
     if (static_cast<int32_t>(row) >= unit.rows) continue;
-    const float first = shared.largest[0][row];
-    const float second = shared.largest[1][row];
-    const float scale = block_scale(second > first ? second : first);
+    const float scale = block_scale(network_larger(shared.largest[1][row], shared.largest[0][row]));
     const float inverse = 1.0f / scale;
     const uint64_t at = uint64_t{unit.first_row + row} * blocks + unit.block;
     if (me.group == 0 && me.quarter == 0) call.between_scales[at] = scale;
@@ -113,15 +82,17 @@ __device__ __forceinline__ void network_store_codes(const NetworkCall& call, con
 }
 
 // The end of a unit of the first product.
-template <uint32_t kBands, moe::Gate kGate>
+template <uint32_t kBands, bool kLast, moe::Gate kGate>
 __device__ __forceinline__ void network_store_between(const NetworkCall& call, NetworkShared& shared,
                                                       const NetworkUnit& unit, const NetworkThread& me,
-                                                      NetworkSums<kBands>& sums) {
+                                                      NetworkSums<kBands>& sums, NetworkLastSums& last) {
 #pragma unroll
   for (uint32_t band = 0; band < kBands; ++band) network_activate<kGate>(shared, unit, me, band, sums[band]);
+  if constexpr (kLast) network_activate_last<kGate>(shared, me, last);
   network_meet();
 #pragma unroll
   for (uint32_t band = 0; band < kBands; ++band) network_store_codes(call, shared, unit, me, band, sums[band]);
+  if constexpr (kLast) network_store_last_codes(call, shared, unit, me, last);
   network_meet();
   if (threadIdx.x == 128) ptx::add_acq_rel_gpu(&call.progress->ready[unit.tile], 1);
 }
@@ -155,17 +126,22 @@ __device__ __forceinline__ void network_free(NetworkShared& shared, uint32_t sta
 }
 
 // Adds the products of a stage. While a warpgroup scales and adds them, the other one multiplies.
-template <uint32_t kBands>
+template <uint32_t kBands, bool kLast>
 __device__ __forceinline__ void network_add_stage(NetworkShared& shared, const NetworkThread& me, uint32_t stages,
-                                                  uint32_t stage, NetworkSums<kBands>& sums) {
+                                                  uint32_t stage, NetworkSums<kBands>& sums, NetworkLastSums& last) {
   const uint32_t at = stages + stage * kNetworkStageBytes;
   const uint64_t weights = network_operand(at + me.group * kNetworkBlockBytes);
+  const uint64_t rows = network_operand(at + 2 * kNetworkBlockBytes);
   const float* scales = shared.scales[stage];
   const float2 block_scales = *reinterpret_cast<const float2*>(scales + kNetworkRows);
+  if constexpr (kLast) {
+    const uint64_t last_rows = rows + kNetworkBanded / 64 * kNetworkBand;
+    network_add_last(scales + kNetworkBanded, block_scales, me, weights, last_rows, last);
+  }
 #pragma unroll
   for (uint32_t band = 0; band < kBands; ++band) {
     float part[64];
-    network_of_stage(part, network_operand(at + 2 * kNetworkBlockBytes + band * 64 * kNetworkBlock), weights);
+    network_of_stage(part, rows + band * kNetworkBand, weights);
     const float row_scales[2] = {scales[me.row(band, 0)], scales[me.row(band, 1)]};
     ptx::products_wait<0>();
     if (band + 1 == kBands) network_free(shared, stage);
@@ -173,24 +149,28 @@ __device__ __forceinline__ void network_add_stage(NetworkShared& shared, const N
   }
 }
 
-template <uint32_t kBands, moe::Gate kGate>
+template <uint32_t kBands, bool kLast, moe::Gate kGate>
 __device__ __forceinline__ void network_multiply_unit(const NetworkCall& call, NetworkShared& shared, uint32_t stages,
                                                       const NetworkUnit& unit, NetworkTurn<kNetworkStages>& stage) {
   const NetworkThread me;
   NetworkSums<kBands> sums;
+  NetworkLastSums last;
 #pragma unroll
   for (uint32_t i = 0; i < 64 * kBands; ++i) sums[i / 64][i % 64] = 0.0f;
+#pragma unroll
+  for (uint32_t i = 0; i < kNetworkLast; ++i) last[i % 2][i / 2] = 0.0f;
   const uint32_t k_blocks = call.phase[unit.phase].k_blocks;
   const bool scattered = unit.phase == 0 && call.scattered != nullptr;
   for (uint32_t k = 0; k < k_blocks; ++k, stage.next()) {
     ptx::barrier_wait(ptx::shared_address(&shared.full[stage.index]), stage.round);
     if (scattered) ptx::fence_for_products();
-    network_add_stage<kBands>(shared, me, stages, stage.index, sums);
+    network_add_stage<kBands, kLast>(shared, me, stages, stage.index, sums, last);
   }
   if (unit.phase == 0) {
-    network_store_between<kBands, kGate>(call, shared, unit, me, sums);
+    network_store_between<kBands, kLast, kGate>(call, shared, unit, me, sums, last);
   } else {
     network_store_out<kBands>(call, unit, me, sums);
+    if constexpr (kLast) network_store_last(call, unit, me, last);
   }
 }
 
@@ -201,10 +181,12 @@ __device__ __forceinline__ void network_multiply(const NetworkCall& call, Networ
   NetworkTurn<kNetworkStages> stage;
   NetworkUnit unit;
   while (units.get(unit)) {
-    if (unit.rows > 64) {
-      network_multiply_unit<2, kGate>(call, shared, stages, unit, stage);
+    if (unit.rows > static_cast<int32_t>(kNetworkBanded)) {
+      network_multiply_unit<2, true, kGate>(call, shared, stages, unit, stage);
+    } else if (unit.rows > 64) {
+      network_multiply_unit<2, false, kGate>(call, shared, stages, unit, stage);
     } else {
-      network_multiply_unit<1, kGate>(call, shared, stages, unit, stage);
+      network_multiply_unit<1, false, kGate>(call, shared, stages, unit, stage);
     }
   }
 }

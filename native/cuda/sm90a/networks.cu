@@ -21,7 +21,7 @@ void load(Kernel kernel) {
 }
 
 void set_rows(NetworkPhase& phase, const void* rows, uint64_t count, uint32_t columns) {
-  for (uint32_t kind = 0; kind < 4; ++kind) phase.rows[kind] = boxes(rows, count, columns, 16u << kind);
+  for (uint32_t kind = 0; kind < 5; ++kind) phase.rows[kind] = boxes(rows, count, columns, network_box_rows(kind));
 }
 
 void set_weights(NetworkPhase& phase, const void* weights, uint32_t num_experts) {

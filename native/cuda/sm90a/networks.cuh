@@ -6,7 +6,8 @@
 // With few rows the time is that of reading the weights. So a CTA never stops reading: while it waits for what other
 // CTAs write between the products, the weights of its next tile are on their way. Values, scales and their order are
 // those of product.cuh: the bits are the same. Rows are the 64 rows of an instruction. Its other operand,
-// the weights, is then read from shared memory once for all of them.
+// the weights, is then read from shared memory once for all of them. A tile has up to two such bands and, where its
+// expert has a few rows more, these: another tile would read all weights again.
 //
 //   grid      any number of CTAs. Each takes the next unit from a counter: a tile of rows of one expert and two blocks
 //             of 128 weights, neighbours, or one of the gate and the same one of the other factor. All units of the
@@ -31,7 +32,7 @@ __device__ __forceinline__ void network_count(const NetworkCall& call, NetworkSh
     const bool known = expert < call.num_experts;
     const int32_t count = known ? call.counts[expert] : 0;
     const int32_t start = known ? call.starts[expert] : 0;
-    uint32_t tiles = (count + kNetworkRows - 1) / kNetworkRows;
+    uint32_t tiles = network_tiles(count);
 #pragma unroll
     for (uint32_t step = 1; step < 32; step *= 2) {
       const uint32_t other = __shfl_up_sync(0xffffffffu, tiles, step);

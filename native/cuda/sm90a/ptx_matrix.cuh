@@ -131,6 +131,17 @@ __device__ __forceinline__ void multiply_e4m3(float (&d)[64], uint64_t a, uint64
       : "l"(a), "l"(b), "r"(add));
 }
 
+// d [64, 16] float32, likewise; b has 16 rows.
+__device__ __forceinline__ void multiply_e4m3(float (&d)[8], uint64_t a, uint64_t b, uint32_t add) {
+  asm volatile(
+      "{\n.reg .pred add;\nsetp.ne.u32 add, %10, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7"
+      "}, %8, %9, add, 1, 1;\n}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+      : "l"(a), "l"(b), "r"(add));
+}
+
 // Before the copy engine reads global memory that this thread wrote, or has seen written.
 __device__ __forceinline__ void fence_for_copies() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 

@@ -19,7 +19,9 @@ from putget.moe.expert_rows import ExpertRows
 from putget.moe.kernels import GATES, Gate
 
 MOST_EXPERTS = 256  # of a rank
-MOST_ROWS = 112  # of an expert: with more, many have two tiles and gain nothing (benchmarks/grouped_fp8.py)
+MOST_ROWS = 128  # of an expert on average: most have one tile then (benchmarks/grouped_fp8.py)
+_TWO_TILES = range(176, 256)  # likewise: most have two, both well filled. Not measured with more experts than these:
+_MOST_EXPERTS_OF_TWO = 32
 MOST_SCATTERED = 16  # of an expert: more rows are faster copied into order first
 _TILE_ROWS = 16  # no tile is made for fewer
 
@@ -32,9 +34,10 @@ def takes(down: Tensor, expected_rows: int) -> bool:
         expected_rows: Rows of an expert on average.
     """
     num_experts, hidden_size, intermediate_size = down.shape
+    fills_two = expected_rows in _TWO_TILES and num_experts <= _MOST_EXPERTS_OF_TWO
     return (
         1 <= num_experts <= MOST_EXPERTS
-        and expected_rows <= MOST_ROWS
+        and (expected_rows <= MOST_ROWS or fills_two)
         and num_experts * max(hidden_size, 2 * intermediate_size) < 1 << 31
         and grouped_fp8.is_native(down.device)
     )
