@@ -94,6 +94,7 @@ NODES = {
     "putget_domains_card",
     "putget_domains_connect",
     "putget_domains_create",
+    "putget_domains_end",
     "putget_domains_leave",
     "putget_domains_run",
     "putget_domains_start",

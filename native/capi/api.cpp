@@ -383,7 +383,10 @@ putget_status putget_launches(putget_alltoall* object, uint32_t num_tokens, void
   });
 }
 
-void putget_destroy(putget_alltoall* object) { delete object; }
+void putget_destroy(putget_alltoall* object) {
+  if (object != nullptr) putget::capi::free_parts(*object);
+  delete object;
+}
 
 putget_status putget_gpu_count(uint32_t* count) {
   return guarded([&] {

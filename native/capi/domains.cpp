@@ -1,5 +1,6 @@
 // The C functions of rounds across domains.
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 
 #include "capi/alltoall.h"
@@ -7,6 +8,7 @@
 #include "capi/memory.h"
 #include "capi/network.h"
 #include "capi/validate.h"
+#include "domains/kept.h"
 #include "domains/rounds.h"
 #include "require.h"
 
@@ -84,6 +86,7 @@ putget_status putget_domains_create(const putget_domains_config* config, putget_
     if (object->across != nullptr) left.push_back(std::move(object->across));
     left.erase(std::remove_if(left.begin(), left.end(), [](const auto& part) { return part->quiet(); }), left.end());
     object->across = std::move(made);
+    putget::free_quiet(object->across->transport());
   });
 }
 
@@ -112,4 +115,40 @@ putget_status putget_domains_run(putget_alltoall* object) {
 
 putget_status putget_domains_leave(putget_alltoall* object) {
   return guarded([&] { across_of(object).leave(); });
+}
+
+putget_status putget_domains_end(putget_alltoall* object, uint32_t* missing) {
+  return guarded([&] {
+    require_pointer("object", object);
+    require_pointer("missing", missing);
+    const putget::RankSet peers = putget::capi::end_parts(*object);
+    std::copy_n(peers.word, PUTGET_RANK_WORDS, missing);
+    if (!peers.empty()) {
+      throw putget::Error(PUTGET_FAULT, "the network has not said in time that each write of this object is over");
+    }
+  });
+}
+
+// One deadline for all of them.
+putget::RankSet putget::capi::end_parts(putget_alltoall& object) {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::nanoseconds(object.plan.timeout_ns);
+  RankSet missing = RankSet::none();
+  const auto end = [&](DomainRounds& part) {
+    const RankSet peers = part.end(deadline);
+    for (uint32_t i = 0; i < RankSet::kWords; ++i) missing.word[i] |= peers.word[i];
+  };
+  if (object.across != nullptr) end(*object.across);
+  for (const auto& part : object.left) end(*part);
+  return missing;
+}
+
+void putget::capi::free_parts(putget_alltoall& object) {
+  end_parts(object);
+  const putget_transport* const transport = object.across == nullptr ? nullptr : object.across->transport();
+  if (object.across != nullptr) object.left.push_back(std::move(object.across));
+  for (auto& part : object.left) {
+    if (!part->quiet()) keep(std::move(part));
+  }
+  object.left.clear();
+  free_quiet(transport);
 }

@@ -106,14 +106,17 @@ bool Proxy::step(uint64_t now_ns) {
   return fault_.reason == Lost::kNot ? step_sent() | moved : moved;
 }
 
-bool Proxy::quiet() const {
+bool Proxy::quiet() const { return unfinished().empty(); }
+
+RankSet Proxy::unfinished() const {
+  RankSet peers = RankSet::none();
   for (const auto& sending : sending_) {
-    if (!sending->lane.idle()) return false;
+    if (!sending->lane.idle()) peers.insert(sending->lane.peer);
   }
   for (const auto& serving : serving_) {
-    if (!serving->lane.idle()) return false;
+    if (!serving->lane.idle()) peers.insert(serving->lane.peer);
   }
-  return true;
+  return peers;
 }
 
 bool Proxy::resting() const {

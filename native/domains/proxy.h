@@ -65,6 +65,8 @@ class Proxy {
   const Posted& posted() const { return posted_; }
   // No write is under way: the network adds to no word in here any more.
   bool quiet() const;
+  // The peers of writes that are under way.
+  RankSet unfinished() const;
   // Every round that the kernels have begun, and every message that has come, has ended: nobody waits for this proxy.
   // As for step, one thread at a time.
   bool resting() const;

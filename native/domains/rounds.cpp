@@ -254,12 +254,31 @@ void DomainRounds::show_to_kernels() {
 }
 
 DomainRounds::~DomainRounds() {
-  if (runs_) end_last_round();
-  // Until a write is over, the network reads its source and counts it in the proxy: also where this part has left, and
-  // where the network has delivered nothing.
-  while (!quiet()) std::this_thread::sleep_for(kBetweenLooks);
-  memory_->before_fault_is_read.erase(this);
+  if (!has_ended_) memory_->before_fault_is_read.erase(this);
   for (const uint32_t region : regions_) transport_.remove_region(transport_.self, region);
+}
+
+// Until a write is over, the network reads its source and counts it in the proxy: also where this part has left, and
+// where the network has delivered nothing. A part that is not quiet by then needs an owner that keeps it until it is.
+RankSet DomainRounds::end(std::chrono::steady_clock::time_point deadline) {
+  if (!has_ended_) {
+    if (runs_) end_last_round();
+    runs_ = false;
+    while (!quiet() && std::chrono::steady_clock::now() < deadline) std::this_thread::sleep_for(kBetweenLooks);
+    memory_->before_fault_is_read.erase(this);
+    shut_inboxes();
+    has_ended_ = true;
+  }
+  return proxy_ == nullptr ? RankSet::none() : proxy_->unfinished();
+}
+
+// Writes that others still send find no region here. If the network refuses, the destructor asks again.
+void DomainRounds::shut_inboxes() {
+  for (const uint32_t region : {inbox_, return_inbox_}) {
+    const bool is_there = std::find(regions_.begin(), regions_.end(), region) != regions_.end();
+    if (!is_there || transport_.remove_region(transport_.self, region) != PUTGET_TRANSPORT_OK) continue;
+    regions_.erase(std::remove(regions_.begin(), regions_.end(), region), regions_.end());
+  }
 }
 
 // Leaves the thread when nothing of the last round is owed to others any more, or after some time.
@@ -340,7 +359,7 @@ void DomainRounds::start() {
     if (across_.is_near(plan_, rank) || !across_.domains.is_active(rank)) continue;
     require(connected_.has(rank), "rank " + std::to_string(rank) + " is not connected");
   }
-  require(proxy_ == nullptr, "the object has been started before, and has not left since");
+  require(proxy_ == nullptr && !has_ended_, "the object has been started before, and has not left since");
   show_to_kernels();
   memory_->place(across_);
   proxy::Config config{rank_,
@@ -364,7 +383,8 @@ void DomainRounds::start() {
 }
 
 void DomainRounds::run() {
-  require(proxy_ != nullptr && !runs_ && !has_left_, "the object has not been started, or runs, or has left");
+  require(proxy_ != nullptr && !runs_ && !has_left_ && !has_ended_,
+          "the object has not been started, or runs, or has left");
   network_->stepper().add(proxy_.get());
   runs_ = true;
   const auto begun = std::chrono::steady_clock::now();

@@ -1,6 +1,7 @@
 // An object's part in rounds across domains: its network memory, its proxy, and the order of steps around a round.
 #pragma once
 
+#include <chrono>
 #include <memory>
 #include <vector>
 
@@ -45,6 +46,12 @@ class DomainRounds {
   void leave();
   bool has_left() const { return has_left_; }
   bool quiet() const { return proxy_ == nullptr || proxy_->quiet(); }
+  // Ends this part for good. The first call waits until it is quiet, up to the deadline. Returns the peers of writes
+  // that are not over.
+  RankSet end(std::chrono::steady_clock::time_point deadline);
+  const putget_transport* transport() const { return &transport_; }
+  const proxy::Network* network() const { return network_.get(); }
+  long network_users() const { return network_.use_count(); }
 
   void dispatch(const Plan& plan, const DispatchCall& call, const Limits& limits, void* stream);
   void combine(const Plan& plan, const CombineCall& call, const Limits& limits, void* stream);
@@ -58,6 +65,7 @@ class DomainRounds {
   void show_to_kernels();
   uint32_t add_region(uint8_t* start, uint64_t bytes);
   void remove_region(uint32_t region);
+  void shut_inboxes();
   void check(int status) const;
   void end_last_round();
   void name_the_lost();
@@ -90,6 +98,7 @@ class DomainRounds {
   std::unique_ptr<proxy::Proxy> proxy_;
   bool runs_ = false;
   bool has_left_ = false;
+  bool has_ended_ = false;
   bool named_ = false;  // the lost, in the fault that stands
 };
 

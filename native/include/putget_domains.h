@@ -86,8 +86,13 @@ PUTGET_API putget_status putget_domains_start(putget_alltoall* object);
 PUTGET_API putget_status putget_domains_run(putget_alltoall* object);
 /* Ends the object's part at once, for other active ranks: nothing of other ranks is written here any more, and rounds
  * are refused until putget_domains_create and what follows it. What is under way from here keeps its memory until the
- * network says that it is over; putget_destroy waits for that. */
+ * network says that it is over. */
 PUTGET_API putget_status putget_domains_leave(putget_alltoall* object);
+/* Ends the object's part for good and waits until the network says that every write from here is over, up to the
+ * object's deadline. PUTGET_FAULT: `missing` [PUTGET_RANK_WORDS] has the peers of writes that are not over. The memory
+ * that these may touch is kept: once they are over, a later putget_destroy or
+ * putget_domains_create frees it. putget_destroy does the same, without a report. */
+PUTGET_API putget_status putget_domains_end(putget_alltoall* object, uint32_t* missing);
 
 #ifdef __cplusplus
 }

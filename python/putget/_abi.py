@@ -602,6 +602,7 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "putget_domains_connect": [c_void_p, c_uint32, POINTER(c_uint8), c_uint64],
     "putget_domains_start": [c_void_p],
     "putget_domains_leave": [c_void_p],
+    "putget_domains_end": [c_void_p, POINTER(c_uint32)],
     "putget_domains_run": [c_void_p],
     "putget_moe_layout_of": [POINTER(MoeConfig), POINTER(MoeLayout)],
     "putget_moe_group": [POINTER(MoeConfig), POINTER(MoeGroupArgs)],

@@ -25,7 +25,7 @@ from putget.core.overlap import check_no_grad
 from putget.core.received import Received
 from putget.core.rounds import Rounds
 from putget.core.wire import check_tuning
-from putget.errors import InvalidExpertIds
+from putget.errors import InvalidExpertIds, PeerTimeout
 from putget.group.communicator import Communicator, collective
 from putget.looks import looks_of, strided_looks_of
 from putget.memory.workspace import Workspace, check_workspace, resolve_device
@@ -676,22 +676,28 @@ class AllToAll:
 
         Raises:
             PeerTimeout, CapacityExceeded, ProtocolMisuse: A fault that no call has raised yet; the object is closed all
-                the same.
+                the same. PeerTimeout also where no fault stands and the network has not delivered to a rank of another
+                domain within ``timeout_s``; memory that it may still touch is kept until it has.
         """
         self._close(raise_unseen=True)
 
     def _close(self, raise_unseen: bool) -> None:
         if not self._native.is_open:
             return
+        late: PeerTimeout | None = None
         try:
             self._comm.synchronize(self._device)
             if raise_unseen and self._comm.is_own and self._workspace._memory is not None:
                 self._workspace.raise_fault(only_unseen=True)
         finally:
-            self._native.destroy()
-            self._rounds.forget()
-            if self._owns_workspace:
-                self._workspace.close()
+            try:
+                late = self._native.destroy()
+            finally:
+                self._rounds.forget()
+                if self._owns_workspace:
+                    self._workspace.close()
+        if raise_unseen and late is not None:
+            raise late
 
     def __enter__(self) -> AllToAll:
         return self

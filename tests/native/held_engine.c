@@ -70,6 +70,14 @@ uint32_t held_count(void) {
   return count;
 }
 
+uint32_t live_regions(uint32_t engine) {
+  uint32_t count = 0;
+  pthread_mutex_lock(&lock);
+  for (uint32_t at = 0; at < num_regions; ++at) count += regions[at].engine == engine && regions[at].start != NULL;
+  pthread_mutex_unlock(&lock);
+  return count;
+}
+
 void held_end(void) {
   pthread_mutex_lock(&lock);
   holds = 0;

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import gc
+import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -62,6 +64,48 @@ def test_an_object_lives_until_its_writes_are_over(engine: ctypes.CDLL) -> None:
     over = threading.Event()
     closed = run_ranks(2, close_with_a_write_under_way, engine, over, mode="thread", network=network)
     assert closed == [(True, True)] * 2
+
+
+def close_with_a_write_that_is_never_over(rank: Rank, engine: ctypes.CDLL, misses: bool) -> str:
+    """A body: rank 0 closes while a write is under way, of its last round or of one in which it misses rank 1."""
+    a2a = rank.all_to_all(timeout_s=1.0, warmup_timeout_s=PATIENCE_S)
+    ids, ones = torch.tensor([[0, 2]], dtype=torch.int32), torch.ones(1, 2)
+    a2a.dispatch(ids, ones, torch.ones(1, 4))
+    rank.meet()
+    if rank.rank == 0:
+        engine.held_begin()
+    a2a.combine()
+    rank.meet()
+    told = ""
+    if rank.rank == 0:
+        if misses:
+            with pytest.raises(putget.PeerTimeout):
+                a2a.dispatch(ids, ones, torch.ones(1, 4))
+        try:
+            a2a.close()
+        except putget.PeerTimeout as error:
+            told = f"{error.phase} {error.missing}"
+        told += f", {engine.live_regions(0)} regions live"
+    rank.meet()
+    a2a.close()
+    return told
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize(("misses", "told"), [(False, "close (1,)"), (True, "")])
+def test_closing_ends_at_the_deadline(
+    engine: ctypes.CDLL, misses: bool, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It names the rank, unless a call has; sources of the writes live on until these are over."""
+    caplog.set_level(logging.CRITICAL, "putget")  # records would keep errors, and errors the ranks' frames
+    network = putget.Network("tcp", domain_size=1)
+    body, timeout = close_with_a_write_that_is_never_over, 30.0
+    found = run_ranks(2, body, engine, misses, mode="thread", network=network, timeout=timeout)
+    assert found == [f"{told}, 2 regions live", ""]
+    engine.held_end()
+    gc.collect()  # the ranks' networks end
+    run_ranks(1, lambda rank: rank.all_to_all().close(), mode="thread")
+    assert engine.live_regions(0) == 0
 
 
 @pytest.mark.usefixtures("engine")

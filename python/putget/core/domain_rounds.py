@@ -66,6 +66,21 @@ class DomainRounds:
         """
         _abi.call("putget_domains_leave", self._handle)
 
+    def end_writes(self) -> tuple[int, ...]:
+        """Ends this rank's part for good, and waits for the network up to the object's deadline.
+
+        Returns:
+            The ranks that writes from here to are not over.
+
+        Raises:
+            PutgetError: The network refused.
+        """
+        words = (ctypes.c_uint32 * _abi.RANK_WORDS)()
+        status = _abi.library().putget_domains_end(self._handle, words)
+        if status not in (_abi.OK, _abi.FAULT):
+            _abi.raise_status(status)
+        return tuple(rank for rank in range(self._comm.size) if words[rank // 32] >> (rank % 32) & 1)
+
     @property
     def num_shares(self) -> int:
         """Shares that each rank sends its domain."""

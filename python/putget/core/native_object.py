@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from putget import _abi, _fork
+from putget._log import logger
 from putget.core.domain_rounds import DomainRounds
 from putget.core.geometry import Beside, Geometry
 from putget.core.overlap import Span, extent
-from putget.errors import PutgetError
+from putget.errors import PeerTimeout, PutgetError
 from putget.memory.signals import take_raised
 from putget.memory.workspace import Workspace, current_stream
 
@@ -40,6 +41,7 @@ class NativeObject:
     ) -> None:
         self._workspace = workspace
         self._process = _fork.here
+        self._timeout_s = config.timeout_ns / 1e9
         self._device = device = workspace.device
         self._on_gpu = device.type == "cuda"
         self.span = Span(workspace.memory, geometry)
@@ -235,13 +237,33 @@ class NativeObject:
         _abi.call("putget_launches", self.require_open(), num_tokens, stream, *map(ctypes.byref, found))
         return found
 
-    def destroy(self) -> None:
-        """Frees the native object."""
+    def destroy(self) -> PeerTimeout | None:
+        """Frees the native object.
+
+        Returns:
+            The error of a network that has not delivered by the deadline, where no fault stands that has told of it.
+            Memory that it may still touch is kept.
+        """
         handle, self._handle = self._handle, None
         if self._across in self._workspace.across:
             self._workspace.across.remove(self._across)
-        if handle is not None:
+        if handle is None:
+            return None
+        try:
+            return None if self._across is None else self._end_across(self._across)
+        finally:
             _abi.library().putget_destroy(handle)
+
+    def _end_across(self, across: DomainRounds) -> PeerTimeout | None:
+        missing = across.end_writes()
+        if not missing:
+            return None
+        workspace = self._workspace
+        is_open = workspace._memory is not None
+        epoch = workspace.memory.epoch() if is_open else 0
+        late = PeerTimeout("close", workspace.comm.rank, epoch, missing, self._timeout_s)
+        logger.warning("%s", str(late))  # a handler may keep the record: not the frames of a caller
+        return None if is_open and workspace.fault() is not None else late
 
     def forget_in_child(self) -> None:
         """In a forked child: calls are refused, and the native object stays as it is."""
