@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from contextlib import nullcontext as nothing
 from typing import Any
 
 import pytest
@@ -153,3 +155,54 @@ def test_a_step_that_cannot_be_is_refused() -> None:
             _abi.call("putget_landing_step", landing._require_open(), 24, None)
         with pytest.raises(ValueError, match="the landing was made without gathering"):
             landing.step(16)
+
+
+def stop_in(landing: Landing, step: str) -> None:
+    """This rank takes part in a change of the active ranks up to a step, and no further."""
+
+    def stops(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    setattr(landing._comm if step == "exchange_among" else landing._workspace, step, stops)
+
+
+def leave_out_two(rank: Rank, step: str, gone: threading.Barrier) -> str:
+    """A body: rank 3 is lost, and rank 2 while the others go on without rank 3. Experts move afterwards."""
+    blobs = blobs_of(w=torch.full((2, 8), 7.0 + rank.rank))
+    with Landing(rank.comm, [blobs], device="cpu", timeout_s=1.0) as landing:
+        assert landing.post([Move(0, 0, 0, 1, 1)])
+        if rank.rank < 2:
+            with pytest.raises(putget.PeerTimeout) as caught:
+                landing.set_active_ranks([True, True, True, False])
+            with pytest.raises(putget.PutgetError, match="call it again") if step == "set_active_ranks" else nothing():
+                landing.move()
+            assert landing.set_active_ranks([True, True, False, False]) == 0
+            assert landing.post([Move(0, 0, 0, 1, 1)])
+            while landing.progress().agreed != 1:
+                landing.move()
+                told = rank.comm.exchange_among("landed", int(landing.landed), 20.0, members=[0, 1])
+                landing.take(torch.tensor([min(told.values())], dtype=torch.int32))
+            gone.wait(30)
+            return f"{caught.value.missing} {blobs._tensors['w'][1, 0]:g}"
+        if rank.rank == 2:
+            stop_in(landing, step)
+            with pytest.raises(KeyboardInterrupt):
+                landing.set_active_ranks([True, True, True, False])
+        gone.wait(30)
+    return ""
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize("step", ["exchange_among", "set_active_ranks"])
+def test_a_rank_that_stops_while_another_is_left_out_is_left_out_too(step: str) -> None:
+    found = run_ranks(4, leave_out_two, step, threading.Barrier(4), mode="thread", timeout=60)
+    assert found == ["(2,) 7", "(2,) 7", "", ""]
+
+
+def test_a_mask_of_another_size_changes_nothing() -> None:
+    with landing_of([blobs_of()]) as landing:
+        for mask in ([True, True], [], [False], None):
+            with pytest.raises(ValueError, match="mask"):
+                landing.set_active_ranks(mask)  # type: ignore[arg-type]
+        landing.move()
+        assert landing.set_active_ranks([True]) == 0

@@ -159,6 +159,7 @@ class Landing:
         own = torch.zeros(1, dtype=torch.int32, device=self._device) if gathering is None else gathering.landed
         self._landed: torch.Tensor = own
         self._native: ctypes.c_void_p | None = None
+        self._settled = 0  # the batch that set_active_ranks found to be the last one taken here
         try:
             self._start()
         except BaseException:
@@ -433,18 +434,26 @@ class Landing:
             The batch that all members have taken now; the next one that is posted is number 1 again.
 
         Raises:
-            ValueError, PeerTimeout: As ``AllToAll.set_active_ranks``.
+            ValueError: The mask is of another form, or leaves out the own rank; nothing has happened.
+            PeerTimeout: As ``AllToAll.set_active_ranks``: call it again without the ranks that are missing.
         """
-        members = [rank for rank, is_active in enumerate(mask) if is_active]
-        self._comm.synchronize(self._device)
-        own = self.progress().agreed
+        self._comm.require_own("Landing")
+        if self._is_closed:
+            raise ValueError("this Landing is closed")
+        wanted = self._workspace.checked_mask(mask)
+        members = [rank for rank, is_active in enumerate(wanted) if is_active]
+        if self._native is not None:  # otherwise an attempt has failed behind the point where this rank took its batch
+            self._comm.synchronize(self._device)
+            self._settled = self.progress().agreed
         timeout_s = self._workspace.timeout_s
-        said = self._comm.exchange_among("landing", own, timeout_s, members=members, phase="set_active_ranks")
+        said = self._comm.exchange_among("landing", self._settled, timeout_s, members=members, phase="set_active_ranks")
         agreed = max(int(batch) for batch in said.values())
-        self.take(torch.tensor([agreed], dtype=torch.int32, device=self._device))
-        self._comm.synchronize(self._device)
-        self._destroy()
-        self._workspace.set_active_ranks(mask)
+        if self._native is not None:
+            self.take(torch.tensor([agreed], dtype=torch.int32, device=self._device))
+            self._comm.synchronize(self._device)
+            self._settled = agreed
+            self._destroy()
+        self._workspace.set_active_ranks(wanted)
         self._start()
         return agreed
 
@@ -463,6 +472,8 @@ class Landing:
     def _require_open(self) -> ctypes.c_void_p:
         self._comm.require_own("Landing")
         if self._native is None:
+            if not self._is_closed:
+                raise PutgetError("set_active_ranks has failed: call it again on the ranks that go on")
             raise ValueError("this Landing is closed")
         return self._native
 

@@ -289,6 +289,14 @@ class Workspace:
                 self._apart = None
         logger.info("rank %d goes on with ranks %s", comm.rank, members)
 
+    def checked_mask(self, mask: Sequence[bool]) -> tuple[bool, ...]:
+        """The mask as ``set_active_ranks`` takes it.
+
+        Raises:
+            ValueError: It is of another form, or leaves out the own rank.
+        """
+        return self._check_mask(mask, None)
+
     def _check_mask(self, mask: Sequence[bool], quorum: int | None) -> tuple[bool, ...]:
         values: list[Any]
         size = self._comm.size
