@@ -127,6 +127,46 @@ def test_experts_with_other_replicas_need_no_store(ranks: RankProcesses) -> None
         assert slots[6:12] == [-1] * 6
 
 
+def lose_two(rank: Rank, lost: int, stops: int) -> dict[str, Any] | None:
+    """A body: goes on without a rank, and then without another one that stops meanwhile, in its last step."""
+    server = rank.state["server"]
+    server.balancer._timeout_s = 1.0
+    if rank.rank == stops:
+        exchange = rank.comm.exchange_among
+
+        def stop(name: str, *args: Any, **named: Any) -> Any:
+            if name == "recovery":
+                raise KeyboardInterrupt
+            return exchange(name, *args, **named)
+
+        rank.comm.exchange_among = stop  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            server.go_on_without(lost)
+        return None
+    with pytest.raises(putget.PeerTimeout) as caught:
+        server.go_on_without(lost)
+    assert caught.value.missing == (stops,)
+    server.go_on_without(lost, stops)
+    server.iteration = 100
+    before = server.balancer.windows
+    for _ in range(40):
+        server.serve()
+    found: dict[str, Any] = server.outcome()
+    return {"slots": found["slots"], "right": found["right"], "planned": found["windows"] - before}
+
+
+def test_a_rank_that_stops_while_another_is_left_out_is_left_out_too(ranks: RankProcesses) -> None:
+    """And the others plan and move on."""
+    ranks.call(begin, 1, {"timeout_s": 1.5, "stored": True, "spare": 4})
+    ranks.submit(1, serve_until_lost, (2, "dispatch"), 5)
+    others = [rank for rank in range(SIZE) if rank != 1]
+    ranks.call(serve_until_lost, None, 5, ranks=others, timeout=40)
+    outcomes = ranks.call(lose_two, 1, 2, ranks=others, timeout=40)
+    assert outcomes[0] == outcomes[3]
+    assert outcomes[0]["right"]
+    assert outcomes[0]["planned"] > 0
+
+
 def test_an_update_is_given_up_before_ranks_go_on_without_one(ranks: RankProcesses) -> None:
     victim = 2
     ranks.call(begin, 1, {"timeout_s": 1.5, "stored": True, "updated": True, "spare": 1, "interval": 1000})

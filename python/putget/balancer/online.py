@@ -191,7 +191,7 @@ class Balancer:
         self._planner = ThreadPoolExecutor(1, "putget-balancer") if plan.in_thread else None
         self._planning: Future[Placement] | None = None
         self._is_planned = True  # the host has done with the last window, and has said so
-        self._is_halted = False  # an expert is lost for good
+        self._is_halted = False  # an expert is lost, until a call brings it back
         self.num_moves = self.moved_bytes = 0
         if self._carrier.tell is not None:
             self._carrier.tell(self._gathering)
@@ -373,10 +373,11 @@ class Balancer:
 
         Raises:
             ValueError: The mask is of another form, or brings a rank back.
-            PeerTimeout: A member did not come in time.
+            PeerTimeout: A member did not come in time. Call it again without that member.
             PutgetError: The only replica of an expert is lost, and the host store does not have what its layer needs.
-                The placement in force before stays in force, and nothing is planned any more. Or an update of weights
-                has the slots of a member: nothing has happened on any; call again when it has been aborted.
+                The placement in force before stays in force, and nothing is planned until a call succeeds. Or an
+                update of weights has the slots of a member: nothing has happened on any; call again when it has been
+                aborted.
         """
         members = [bool(is_active) for is_active in mask]
         if len(members) != self._comm.size or not any(members):
@@ -412,6 +413,7 @@ class Balancer:
         except BaseException:
             self._is_halted = True
             raise
+        self._is_halted = False
         self._placement = here
         for number, layer in enumerate(self._layers):
             self._landing.write_table(number, layer.table_of(here, number))
