@@ -171,6 +171,30 @@ def test_layers_share_memory() -> None:
         assert sum(good) >= len(good) - 1
 
 
+def with_others_memory(rank: Rank, dense: Dense) -> list[str]:
+    """A body: rank 1 gives memory that does not fit, and then all have a layer."""
+    said = []
+    with make_layer(rank, dense, max_tokens_per_rank=2) as small:
+        for other in (small.grouped_memory, torch.zeros(8)):
+            with (
+                pytest.raises(ValueError) as caught,
+                make_layer(
+                    rank, dense, timeout_s=2.0, **({"grouped_memory": other} if rank.rank == 1 else {})
+                ) as layer,
+            ):
+                layer(dense.tokens(rank.rank, 4))
+            said.append(str(caught.value))
+    with make_layer(rank, dense) as layer:
+        layer(dense.tokens(rank.rank, 4))
+    return said
+
+
+def test_memory_of_another_size_is_refused_before_a_round() -> None:
+    for told in run_ranks(2, with_others_memory, Dense()):
+        assert "grouped_memory is made for max_rows 2, expected" in told[0]
+        assert "grouped_memory is a Tensor, expected" in told[1]
+
+
 def constructed(rank: Rank, options: dict[str, Any]) -> str:
     """A body: why the constructor refuses."""
     with pytest.raises(ValueError) as caught:

@@ -192,9 +192,9 @@ class ExpertParallelMoE(nn.Module):
             device=place,
             **all_to_all,
         )
-        # Made before anything is captured.
-        self.grouped_memory = self.a2a.expert_major_memory() if grouped_memory is None else grouped_memory
         try:
+            # Made before anything is captured.
+            self.grouped_memory = _grouped_memory(self.a2a, grouped_memory, comm)
             comm.compare(
                 "ExpertParallelMoE",
                 {
@@ -541,6 +541,22 @@ class ExpertParallelMoE(nn.Module):
     def __exit__(self, *exception: Any) -> None:
         self._replays = None
         self.a2a.__exit__(*exception)
+
+
+def _grouped_memory(a2a: AllToAll, given: ExpertMajorMemory | None, comm: Communicator) -> ExpertMajorMemory:
+    """Memory for rows by expert.
+
+    Raises:
+        ValueError: The given one does not fit; the other ranks hear of it.
+    """
+    if given is None:
+        return a2a.expert_major_memory()
+    try:
+        return a2a.check_expert_major_memory(given)
+    except ValueError as error:
+        refused = ValueError(f"grouped_{error}")
+        comm.refuse(str(refused))
+        raise refused from error
 
 
 def _owned(a2a: AllToAll, rank: int) -> list[int]:
