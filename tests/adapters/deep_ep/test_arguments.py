@@ -107,6 +107,50 @@ def test_what_is_not_supported_is_named() -> None:
             assert part in message
 
 
+def odd_tensors(rank: Rank) -> list[str]:
+    """A body: weights of another kind or width, and tensors elsewhere, in normal rounds of both kinds of buffers."""
+    layer = replace(RAGGED, num_tokens=(2, 2), num_experts=4, top_k=2)
+    x, (ids, weights) = layer.hidden(rank.rank), routes(layer, rank.rank)
+    buffer = buffer_of(rank, layer)
+    elastic = deep_ep.ElasticBuffer(
+        rank.comm, num_max_tokens_per_rank=4, device=rank.device, num_gpu_timeout_secs=20, num_cpu_timeout_secs=20
+    )
+    _, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, 4)
+    layout = {"is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert}
+    said = []
+    for odd in (weights.bfloat16(), weights.double(), weights[:, :1], torch.cat([weights, weights], 1), [1.0]):
+        with pytest.raises(ValueError, match="topk_weights is") as caught:
+            buffer.dispatch(x, topk_idx=ids, topk_weights=odd, **layout)  # type: ignore[arg-type]
+        with pytest.raises(ValueError) as other:
+            elastic.dispatch(x, ids, odd, num_experts=4)  # type: ignore[arg-type]
+        assert str(other.value) == str(caught.value)
+        said.append(str(caught.value))
+    counted = torch.zeros(3, dtype=torch.int32)
+    with pytest.raises(ValueError, match="cumulative_local_expert_recv_stats"):
+        elastic.dispatch(x, ids, weights, counted, num_experts=4)
+    rows, _, _, _, handle, _ = buffer.dispatch(x, topk_idx=ids, topk_weights=weights, **layout)
+    arrived, _, _, other_handle, _ = elastic.dispatch(x, ids, weights, num_experts=4)
+    for name, call in (
+        ("topk_idx", lambda: buffer.dispatch(x, topk_idx=ids.to("meta"), topk_weights=weights, **layout)),
+        ("x", lambda: buffer.combine(rows.to("meta"), handle)),
+        ("topk_weights", lambda: buffer.combine(rows, handle, topk_weights=torch.ones(len(rows), 2, device="meta"))),
+        ("topk_idx", lambda: elastic.dispatch(x, ids.to("meta"), weights, num_experts=4)),
+        ("x", lambda: elastic.combine(arrived.to("meta"), other_handle)),
+    ):
+        with pytest.raises(ValueError, match=f"{name} is on meta, this buffer is on cpu"):
+            call()
+    assert len(buffer.combine(rows, handle)[0]) == len(elastic.combine(arrived, other_handle)[0]) == 2
+    buffer.destroy()
+    elastic.destroy()
+    return said
+
+
+def test_tensors_that_kernels_cannot_take_are_refused() -> None:
+    for said in run_ranks(2, odd_tensors):
+        assert said[0] == "topk_weights is [2, 2] torch.bfloat16, expected [2, 2] torch.float32"
+        assert said[2] == "topk_weights is [2, 1] torch.float32, expected [2, 2] torch.float32"
+
+
 def differ(rank: Rank) -> list[str]:
     """A body: each rank has another capacity, top_k, hidden and number of tokens in turn."""
     said = []

@@ -33,11 +33,12 @@ def check_x(x: Any, dtypes: tuple[torch.dtype, ...] | None = None) -> int:
     return hidden
 
 
-def check_here(device: torch.device, **tensors: torch.Tensor) -> None:
+def check_here(device: torch.device, **tensors: torch.Tensor | tuple[torch.Tensor, ...] | list[torch.Tensor]) -> None:
     """Raises ValueError unless all of these are on the device: kernels get their addresses."""
-    for name, tensor in tensors.items():
-        if tensor.device != device:
-            raise ValueError(f"{name} is on {tensor.device}, this buffer is on {device}")
+    for name, given in tensors.items():
+        for tensor in (given,) if isinstance(given, torch.Tensor) else given:
+            if tensor.device != device:
+                raise ValueError(f"{name} is on {tensor.device}, this buffer is on {device}")
 
 
 def check_given(name: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
@@ -75,11 +76,12 @@ def check_rows_of(x: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -
         raise ValueError(f"x is {_came(x)}, expected {list(shape)} {dtype}: a row for each that dispatch gave")
 
 
-def check_weights(topk_weights: Any, count: int) -> None:
-    """Raises ValueError unless these are weights [count, top_k] for combine."""
+def check_weights(topk_weights: Any, count: int, top_k: int | None = None) -> None:
+    """Raises ValueError unless these are weights [count, top_k]; None: any number of columns."""
     fits = isinstance(topk_weights, torch.Tensor) and topk_weights.dim() == 2 and len(topk_weights) == count
-    if not fits or topk_weights.dtype != torch.float32:
-        raise ValueError(f"topk_weights is {_came(topk_weights)}, expected [{count}, top_k] torch.float32")
+    if not fits or topk_weights.dtype != torch.float32 or top_k not in (None, topk_weights.shape[1]):
+        columns = "top_k" if top_k is None else top_k
+        raise ValueError(f"topk_weights is {_came(topk_weights)}, expected [{count}, {columns}] torch.float32")
 
 
 def check_biases(bias: Any, shape: tuple[int, int]) -> list[torch.Tensor]:

@@ -322,6 +322,10 @@ class Buffer(LowLatencyCalls):
         capacity = self.max_tokens_per_rank if max_tokens_per_rank is None else max_tokens_per_rank
         check_count("max_tokens_per_rank", capacity, 1)
         routes = [] if topk_idx is None or topk_weights is None else [topk_idx, topk_weights]
+        if topk_idx is not None:
+            check_weights(topk_weights, *topk_idx.shape)
+        check_here(self._device, **dict(zip(("topk_idx", "topk_weights"), routes, strict=False)))
+        check_here(self._device, x=x, is_token_in_rank=is_token_in_rank, num_tokens_per_expert=num_tokens_per_expert)
         with self._comm_stream.turn(*order) as turn:
             rows, seen, layout = self._send(x, routes, is_token_in_rank, num_worst_tokens, capacity, num_local)
             per_expert: list[int] = []
@@ -411,6 +415,7 @@ class Buffer(LowLatencyCalls):
         if topk_weights is not None:
             check_weights(topk_weights, count)
         biases = check_biases(bias, (layout.ids.shape[0], layout.hidden))
+        check_here(self._device, x=x, topk_weights=[] if topk_weights is None else topk_weights, bias=biases)
         with self._comm_stream.turn(previous_event, async_finish, allocate_on_comm_stream) as turn:
             combined = self._normal.sum_rows(layout, x, biases)
             weights = None if topk_weights is None else self._normal.sum_weights(layout, topk_weights)

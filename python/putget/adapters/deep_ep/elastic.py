@@ -20,7 +20,9 @@ from putget.adapters.deep_ep import expanded
 from putget.adapters.deep_ep.arguments import (
     check_biases,
     check_count,
+    check_given,
     check_handle,
+    check_here,
     check_ids,
     check_rows_of,
     check_weights,
@@ -284,6 +286,15 @@ class ElasticBuffer:
             check_handle(handle, EPHandle, "dispatch")
             require_supported(topk_idx=(topk_idx, None), do_cpu_sync=(bool(do_cpu_sync), False))
         asked = _Asked.of(self, handle, topk_idx, num_experts, num_max_tokens_per_rank, expert_alignment, do_cpu_sync)
+        if topk_weights is not None:
+            check_weights(topk_weights, *asked.topk_idx.shape)
+        counted = cumulative_local_expert_recv_stats
+        if counted is not None:
+            num_local = asked.num_experts // self.num_ranks
+            check_given("cumulative_local_expert_recv_stats", counted, (num_local,), torch.int32, self._device)
+        check_here(
+            self._device, x=x, topk_idx=asked.topk_idx, topk_weights=[] if topk_weights is None else topk_weights
+        )
         with self._stream.turn(previous_event, async_with_compute_stream) as turn:
             if handle is None:
                 handle, arrived = self._first(x, asked, topk_weights, do_expand, do_handle_copy)
@@ -291,15 +302,15 @@ class ElasticBuffer:
                 arrived = self._again(x, handle, topk_weights)
             if previous_event_before_epilogue is not None:
                 previous_event_before_epilogue.current_stream_wait()
-            if cumulative_local_expert_recv_stats is not None:
-                cumulative_local_expert_recv_stats.add_(handle.num_unaligned_recv_tokens_per_expert)
+            if counted is not None:
+                counted.add_(handle.num_unaligned_recv_tokens_per_expert)
             ids: torch.Tensor | None = handle.local.to(handle.topk_idx.dtype)
             if handle.do_expand:
                 arrived, ids = self._expanded(handle, arrived, do_zero_padding), None
             rows = arrived.rows
             if use_tma_aligned_col_major_sf:
                 rows = [rows[0], *(expanded.column_major(scales) for scales in rows[1:])]
-            turn.share(x, topk_weights, cumulative_local_expert_recv_stats, rows, ids, arrived.weights)
+            turn.share(x, topk_weights, counted, rows, ids, arrived.weights)
         return as_given(x, rows), ids, arrived.weights, handle, turn.event
 
     def _first(
@@ -418,6 +429,7 @@ class ElasticBuffer:
         if topk_weights is not None:
             check_weights(topk_weights[:, None] if handle.do_expand else topk_weights, count)
         biases = check_biases(bias, (len(handle.topk_idx), layout.hidden))
+        check_here(self._device, x=x, topk_weights=[] if topk_weights is None else topk_weights, bias=biases)
         with self._stream.turn(previous_event, async_with_compute_stream) as turn:
             if previous_event_before_epilogue is not None:
                 previous_event_before_epilogue.current_stream_wait()
