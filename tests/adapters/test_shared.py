@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 import putget
 from putget.adapters import shared
 from putget.adapters.flashinfer import MoeAlltoAll
+from putget.adapters.flashinfer.layout import moe_a2a_active_rank_mask
 from putget.adapters.rounds import unquantised_row
 from putget.adapters.tensorrt_llm import FourPayloadAllToAll
 from tests.adapters.layer import Layer, same_bits
@@ -224,3 +226,47 @@ def test_memory_that_moves_to_another_communicator_is_closed_with_that_one() -> 
     assert shared.shared_workspace(second, 1 << 20, torch.device("cpu")) is kept
     second.close()
     assert memories() == before
+
+
+def stop_while_ranks_change(rank: Rank, away: threading.Barrier) -> torch.Tensor | None:
+    """A body: rank 1 is interrupted behind the agreement on a mask without rank 2; both ranks call again."""
+    a2a = MoeAlltoAll(
+        SimpleNamespace(moe_ep_size=3, moe_ep_rank=rank.rank),
+        max_num_tokens=4,
+        top_k=1,
+        num_experts=3,
+        hidden_size=8,
+        enable_rank_mask=True,
+        comm=rank.comm,
+        device="cpu",
+        timeout_s=3.0,
+        warmup_timeout_s=20.0,
+    )
+    x, ids = torch.full((1, 8), 1.0 + rank.rank).bfloat16(), torch.tensor([[(1, 0, 2)[rank.rank]]], dtype=torch.int32)
+    mask = moe_a2a_active_rank_mask([0, 1, 2], 3)
+    (rows,) = a2a.dispatch(ids, [x], 4, active_rank_mask=mask)
+    a2a.combine(rows.clone(), 4, active_rank_mask=mask)
+    if rank.rank == 2:
+        away.wait(60)
+        return None
+
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    workspace = a2a._shared._workspace
+    assert workspace is not None
+    mask = moe_a2a_active_rank_mask([0, 1], 3)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank.rank == 1:
+            patch.setattr(workspace, "_meet", stop)
+        with pytest.raises((putget.PeerLeft, KeyboardInterrupt)):
+            a2a.dispatch(ids, [x], 4, active_rank_mask=mask)
+    (rows,) = a2a.dispatch(ids, [x], 4, active_rank_mask=mask)
+    summed = a2a.combine(rows.clone(), 4, active_rank_mask=mask)
+    away.wait(60)
+    return summed
+
+
+def test_a_mask_whose_agreement_has_failed_is_agreed_again() -> None:
+    found = run_ranks(3, stop_while_ranks_change, threading.Barrier(3), mode="thread", timeout=60)
+    assert [None if rows is None else rows.mean().item() for rows in found] == [1.0, 2.0, None]

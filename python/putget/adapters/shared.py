@@ -335,9 +335,13 @@ class SharedWorkspace:
             before.kept.pop(self.key, None)  # gone where it was closed meanwhile
             _keep(self, self.key if self.key not in comm.kept else (self.key, id(self)))
 
+    def goes_on_with(self, mask: tuple[bool, ...]) -> bool:
+        """Whether the ranks have agreed on this mask; raises as `require_open` does."""
+        return mask == self.active_ranks and self._workspace is not None and self._workspace.is_consistent
+
     def set_active_ranks(self, mask: tuple[bool, ...]) -> None:
         """Goes on with these ranks; collective among them where they are others than before (``Workspace``)."""
-        if mask == self.active_ranks:
+        if self.goes_on_with(mask):
             return
         assert self._workspace is not None
         self._workspace.set_active_ranks(mask)

@@ -393,6 +393,11 @@ class Workspace:
                 "not here by this rank's table were lost: make the tables equal (check(expert_to_rank=True) compares)"
             )
 
+    @property
+    def is_consistent(self) -> bool:
+        """False while a failed ``set_active_ranks`` or ``adopt`` has left the ranks apart."""
+        return self._apart is None
+
     def require_consistent(self) -> None:
         """Raises PutgetError while a failed ``set_active_ranks`` or ``adopt`` has left the ranks apart."""
         if self._apart is not None:

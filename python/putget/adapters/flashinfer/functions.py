@@ -116,7 +116,7 @@ class _Member(SharedWorkspace):
         return super().all_to_all(recipe)
 
     def set_active_ranks(self, mask: tuple[bool, ...]) -> None:
-        if mask != self.active_ranks:
+        if not self.goes_on_with(mask):
             self._ranks.set_active_ranks(mask)
 
 
