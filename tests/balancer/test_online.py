@@ -10,7 +10,18 @@ import torch
 
 import putget
 from tests.balancer.migration import serve_until_lost
-from tests.balancer.online import PHASES, begin, go_on, go_on_after_an_update, serve_beside_updates, serve_many
+from tests.balancer.online import (
+    EXPERTS,
+    HIDDEN,
+    PHASES,
+    Server,
+    begin,
+    go_on,
+    go_on_after_an_update,
+    serve_beside_updates,
+    serve_many,
+    weights_of,
+)
 from tests.harness import Rank, RankProcesses, fresh_ranks, run_ranks
 
 SIZE = 4
@@ -179,3 +190,28 @@ def test_an_update_is_given_up_before_ranks_go_on_without_one(ranks: RankProcess
         assert outcome["right"]
     # The lost experts come from the store, which was saved before the update.
     assert {version for outcome in outcomes for version in outcome["versions"]} == {0, 1}
+
+
+def save_behind_replays(rank: Rank, iterations: int) -> int:
+    """A body: steps that the host does not look at, as those of a replayed graph; each expert is saved behind them."""
+    server = Server(rank, 1, stored=True)
+    server.step = lambda doomed: server.balancer._landing.step(64)  # type: ignore[method-assign]
+    assert server.store is not None
+    for iteration in range(iterations):
+        server.serve()
+        rank.comm.compare("served", {"iteration": iteration}, 20.0)
+        server.balancer.save()
+        rank.comm.compare("saved", {"iteration": iteration}, 20.0)
+        for number, layer in enumerate(server.layers):
+            for expert in range(EXPERTS):
+                saved = server.store.view(number, expert)[: HIDDEN * 4].view(torch.float32)
+                assert torch.equal(saved, weights_of(number, expert)[0]), (iteration, layer.number, expert)
+        server.balancer.poll()
+    moves = server.balancer.num_moves
+    server.close()
+    return moves
+
+
+def test_experts_are_saved_from_where_they_are() -> None:
+    """Also where a batch has been taken that the host has not noted yet."""
+    assert min(run_ranks(2, save_behind_replays, 80)) > 3

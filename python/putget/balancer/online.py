@@ -19,7 +19,7 @@ from torch import Tensor
 from putget._arguments import as_kind, as_list, check_int, check_seconds, shown
 from putget.balancer.gathering import LoadGathering
 from putget.balancer.history import LoadHistory
-from putget.balancer.migrate import Landing, Move, check_most_bytes, check_mover
+from putget.balancer.migrate import Landing, LandingProgress, Move, check_most_bytes, check_mover
 from putget.balancer.options import MoveOptions, PlanOptions
 from putget.balancer.placement import Placement
 from putget.balancer.planner import rebalance
@@ -237,9 +237,7 @@ class Balancer:
         Raises:
             PutgetError: As `step`.
         """
-        progress = self._landing.progress()
-        if self._posted is not None and progress.agreed == self._landing.batch:
-            self._take(self._posted)
+        progress = self._note_taken()
         if self._is_halted:
             return
         if self._is_planned and not self.is_moving and progress.gathered > self._windows - self._first_window:
@@ -253,6 +251,13 @@ class Balancer:
         if not self.is_moving and not self._is_planned:
             self._is_planned = True
             self._landing.planned(self._windows - self._first_window)
+
+    def _note_taken(self) -> LandingProgress:
+        """How far the landing is; if its batch has been taken, the placement is the batch's."""
+        progress = self._landing.progress()
+        if self._posted is not None and progress.agreed == self._landing.batch:
+            self._take(self._posted)
+        return progress
 
     def _take(self, batch: Batch) -> None:
         self._posted = None
@@ -341,23 +346,27 @@ class Balancer:
     def save(self) -> None:
         """Saves every expert in the host store: of its replicas, the first one's rank does.
 
-        Between two rounds. Once is enough, where no update of weights changes an expert's bytes; otherwise once for
-        each version.
+        Between two rounds; it waits for the device. Once is enough, where no update of weights changes an expert's
+        bytes; otherwise once for each version.
 
         Raises:
             ValueError: There is no store, or an update of weights has the slots.
         """
         if self._store is None:
             raise ValueError("this Balancer has no host store: give it store=")
+        self._comm.synchronize(self._landing.landed.device)
+        self._note_taken()  # a step may have changed slots since the host looked
         mover = self._landing.hold_slots()
         if mover is not None:
             raise ValueError(f"{mover} has the slots: save behind its commit")
         each = self._placement.num_replicas // self._comm.size
         first = self._placement.logical_to_physical[:, :, 0]
-        for layer, expert in np.argwhere(first // each == self._comm.rank).tolist():
-            slot = int(first[layer, expert]) % each
-            self._store.save(layer, expert, self._blobs[layer], slot)
-        self._landing.progress()  # gives the slots back
+        try:
+            for layer, expert in np.argwhere(first // each == self._comm.rank).tolist():
+                slot = int(first[layer, expert]) % each
+                self._store.save(layer, expert, self._blobs[layer], slot)
+        finally:
+            self._landing.release_slots()
 
     # --- ranks that are lost ------------------------------------------------------------------------------------------
 
