@@ -99,6 +99,30 @@ def test_more_tokens_than_there_is_room_for_are_refused() -> None:
     run_ranks(2, run_too_many)
 
 
+def fail_in_passes(rank: Rank) -> int:
+    """A body: passes of rank 1 that fail, in their first layer and between two; ranks' passes stay in step."""
+    dense, model = Model(layers=3), Model(layers=3)
+    found = made(rank, model, timeout_s=3.0, check_layers=True)
+    with found.together():
+        if rank.rank == 1:
+            with pytest.raises(ValueError, match="a rank sends 9 tokens"):
+                model(*batch(1, 9))
+            rows, ids, weights = batch(1, 2)
+            hook = model.layers[2].register_forward_pre_hook(lambda *_: 1 // 0)
+            with pytest.raises(ZeroDivisionError):
+                model(rows, ids, weights)
+            hook.remove()
+            torch.testing.assert_close(model(*batch(1, 3)), dense(*batch(1, 3)))
+    passes = found.lockstep.number
+    found.end()
+    return int(passes)
+
+
+@pytest.mark.timed
+def test_a_pass_that_fails_on_a_rank_is_not_waited_for() -> None:
+    assert run_ranks(2, fail_in_passes, timeout=40) == [3, 3]
+
+
 def in_other_layers(rank: Rank) -> str:
     """A body: rank 1 leaves layer 0 out."""
     model = Model()

@@ -167,8 +167,12 @@ class Spread:
     def idle_pass(self) -> None:
         """Takes part in a pass of other ranks: the expert layers alone, without a token."""
         self._in_pass = True
+        self._end_idle(0)
+
+    def _end_idle(self, num_rounds: int) -> None:
+        """The rest of a pass without a token, behind so many of its rounds."""
         with torch.no_grad():
-            for layer in self._of_pass[self._next]:
+            for layer in self._of_pass[self._next][num_rounds:]:
                 layer.idle()
         self.end_pass(was_idle=True)
 
@@ -176,6 +180,7 @@ class Spread:
     def together(self) -> Iterator[None]:
         """Inside, each forward of the model, or of its drafts, is a pass. Ranks may make different numbers of them.
 
+        If a forward raises between two rounds, this rank ends its pass without tokens: no other rank waits for it.
         At its end a rank takes part in the passes of others, until all have come there. All ranks enter it.
 
             with spread.together():
@@ -207,7 +212,13 @@ class Spread:
         @functools.wraps(forward)  # transformers looks at its parameters
         def in_step(*args: Any, **options: Any) -> Any:
             self.begin(name)
-            found = forward(*args, **options)
+            before = self._rounds
+            try:
+                found = forward(*args, **options)
+            except Exception as error:
+                if isinstance(error, ValueError) or not isinstance(error, PutgetError):
+                    self._end_idle(self._rounds - before)
+                raise
             self.end_pass()
             return found
 
