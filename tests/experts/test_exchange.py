@@ -120,6 +120,22 @@ def refuse(rank: Rank) -> None:
             ):
                 with pytest.raises(ValueError, match=f"^{named}, allowed are ints from 0 to"):
                     call(group, row, 1 - rank.rank, 0)
+        for groups, named in (
+            ([[torch.zeros(0, 4)]], r"groups\[0\] has a tensor of no rows"),
+            ([[torch.zeros(2, 4)], []], r"groups\[1\] has no tensor"),
+            ([], "groups is empty"),
+            ([[[1.0]]], r"groups\[0\] has a list"),
+        ):
+            with pytest.raises(ValueError, match=named):
+                exchange.bind(groups)  # type: ignore[arg-type]
+        exchange.send(0, 0, 1 - rank.rank, 5)
+        exchange.receive(0, 1, 1 - rank.rank, 5)
+        for name, call in (("send", exchange.send), ("receive", exchange.receive)):
+            with pytest.raises(ValueError, match=f"^{name}: key is 5, as that of another expert"):
+                call(1, 0, 1 - rank.rank, 5)
+            with pytest.raises(ValueError, match=r"^key is"):
+                call(1, 0, 1 - rank.rank, "5")  # type: ignore[arg-type]
+        exchange.execute()
         for wrong in (rank.rank, rank.size, -1):
             with pytest.raises(ValueError, match=f"dst is {wrong}"):
                 exchange.send(0, 0, wrong, 0)

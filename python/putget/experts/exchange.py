@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from putget import _abi, _abi_balancer
-from putget._arguments import check_int, check_seconds
+from putget._arguments import as_count, check_int, check_seconds
 from putget.errors import PeerTimeout, PutgetError
 from putget.experts.movers import MOST_SMS, require_one_domain
 from putget.group.communicator import Communicator, collective
@@ -18,6 +18,7 @@ from putget.memory.workspace import Workspace, current_stream, resolve_device
 
 _ALIGNMENT = 16  # bytes, of each tensor's part in an expert that travels
 _COUNTS = 1 << 32
+_MOST_KEY = (1 << 63) - 1
 _NAP_S = 0.0002  # between looks at what other ranks do
 
 
@@ -96,9 +97,17 @@ class ExpertExchange:
         """
         parts: list[_abi_balancer.BlobPart] = []
         ranges: list[tuple[int, int]] = []
+        if not groups:
+            raise ValueError("groups is empty, expected one or more")
         for index, tensors in enumerate(groups):
             first, offset = len(parts), 0
+            if not tensors:
+                raise ValueError(f"groups[{index}] has no tensor")
             for tensor in tensors:
+                if not isinstance(tensor, Tensor):
+                    raise ValueError(f"groups[{index}] has a {type(tensor).__name__}, expected tensors")
+                if tensor.dim() == 0 or tensor.nbytes == 0:
+                    raise ValueError(f"groups[{index}] has a tensor of no rows, or of empty ones: {list(tensor.shape)}")
                 if not tensor.is_contiguous() or tensor.device != self._device:
                     raise ValueError(f"groups[{index}] has a tensor that is not contiguous on {self._device}")
                 num_bytes = tensor.nbytes // tensor.shape[0]
@@ -140,15 +149,24 @@ class ExpertExchange:
                 same in one `execute`.
 
         Raises:
-            ValueError: dst is this rank, or none; or there is no such group or row.
+            ValueError: dst is this rank, or none; there is no such group or row; or another expert for dst has the key.
         """
         self._check_row(group, row)
-        self._sends.append((key, self._peer("dst", dst), group, row))
+        self._add("send", self._sends, (key, self._peer("dst", dst), group, row))
 
     def receive(self, group: int, row: int, src: int, key: int) -> None:
         """Has the next `execute` receive an expert; arguments and errors as for `send`."""
         self._check_row(group, row)
-        self._receives.append((key, self._peer("src", src), group, row))
+        self._add("receive", self._receives, (key, self._peer("src", src), group, row))
+
+    @staticmethod
+    def _add(call: str, orders: list[tuple[int, int, int, int]], order: tuple[int, int, int, int]) -> None:
+        """Keeps an order. By its key alone a pair of ranks knows which expert is which."""
+        key = as_count("key", order[0], -_MOST_KEY, _MOST_KEY)
+        peer = order[1]
+        if any(other[:2] == (key, peer) for other in orders):
+            raise ValueError(f"{call}: key is {key}, as that of another expert between this rank and rank {peer}")
+        orders.append((key, *order[1:]))
 
     def _check_row(self, group: int, row: int) -> None:
         if not self._rows:
