@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +24,7 @@ from tests.adapters.layer import Layer, same_bits
 from tests.harness import Rank, fresh_ranks, run_ranks
 
 LAYER = Layer(num_tokens=(2, 1, 3), num_experts=6, top_k=2, no_expert=0.0)
+TWO = Layer(num_tokens=(2, 3), num_experts=4, top_k=2, no_expert=0.0)
 
 
 def alltoall(rank: Rank, layer: Layer) -> FourPayloadAllToAll:
@@ -66,6 +69,56 @@ def test_survivors_go_on_without_a_lost_rank() -> None:
     # Processes of its own: their ranks are not at the same step any more.
     with fresh_ranks(3) as ranks:
         assert ranks.call(lose_a_rank) == {0: (2,), 1: (2,), 2: ()}
+
+
+class Interrupted(Exception):
+    """Raised by a handler of a signal."""
+
+
+def interrupt(rank: Rank) -> None:
+    """A body: a signal ends rank 0's wait in combine, which rank 1 does not come to; both go on."""
+    a2a = alltoall(rank, TWO)
+    assert same_bits(round_of(a2a, rank, TWO), TWO.expected(rank.rank))
+    x, _, ids, weights = a2a.dispatch(*TWO.rows(rank.rank), None, *TWO.routes(rank.rank))
+    if rank.rank == 0:
+
+        def handler(*_: object) -> None:
+            raise Interrupted
+
+        before = signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        with pytest.raises(Interrupted):
+            a2a.combine(TWO.experts((x,), ids, weights, rank.rank))
+        signal.signal(signal.SIGALRM, before)
+    else:
+        time.sleep(1.5)
+        a2a.reset_state()
+    assert a2a.all_to_all.recover() == (0, 1)
+    assert same_bits(round_of(a2a, rank, TWO), TWO.expected(rank.rank))
+    shared.close_shared(rank.comm)
+
+
+def test_a_round_that_a_signal_ends_is_over_once_ranks_agree() -> None:
+    with fresh_ranks(2) as ranks:
+        ranks.call(interrupt)
+
+
+def miss_in_a_half(rank: Rank) -> None:
+    """A body: rank 0 misses rank 1 in the second half of a dispatch; both go on."""
+    a2a = alltoall(rank, TWO)
+    assert same_bits(round_of(a2a, rank, TWO), TWO.expected(rank.rank))
+    (x,) = TWO.rows(rank.rank)
+    if rank.rank == 0:
+        a2a._rounds.dispatch_start(*TWO.routes(rank.rank), [x], names=["x"])
+        with pytest.raises(putget.PeerTimeout):
+            a2a._rounds.dispatch_finish()
+    assert a2a.all_to_all.recover() == (0, 1)
+    assert same_bits(round_of(a2a, rank, TWO), TWO.expected(rank.rank))
+    shared.close_shared(rank.comm)
+
+
+def test_a_half_that_misses_a_rank_ends_its_round() -> None:
+    run_ranks(2, miss_in_a_half, mode="thread")
 
 
 def keep_and_give_back(rank: Rank) -> None:

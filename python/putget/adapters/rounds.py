@@ -187,7 +187,12 @@ class Rounds:
 
     def dispatch_finish(self) -> Received:
         """The second half of ``dispatch``."""
-        return self.all_to_all.dispatch_finish()
+        try:
+            return self.all_to_all.dispatch_finish()
+        except BaseException:
+            if self.shared.has_fault:
+                self.shared.open_round = None
+            raise
 
     def routes(self) -> torch.Tensor:
         """[num_tokens, top_k] int32, a copy: the ranks that the last dispatch sent each token to, -1 elsewhere.
@@ -357,11 +362,8 @@ class Rounds:
         self.require_open("combine")
         a2a = self.all_to_all
         taken = rows if rows is None or layout is not None else self._as_taken(rows, name, by_source)
-        try:
+        with self._lost_on_error():
             combined = a2a.combine(taken, layout=layout, out=out, addend=addend)
-        except PutgetError:
-            self.shared.open_round = None  # the round is lost; after set_active_ranks the next one may begin
-            raise
         self.shared.open_round = None
         return combined
 
@@ -383,8 +385,11 @@ class Rounds:
     def _lost_on_error(self) -> Iterator[None]:
         try:
             yield
-        except PutgetError:
-            self.shared.open_round = None  # the round is lost; after set_active_ranks the next one may begin
+        except BaseException as error:
+            # The round is lost, also where the handler of a signal has ended a wait; after set_active_ranks the next
+            # one may begin.
+            if isinstance(error, PutgetError) or self.shared.has_fault:
+                self.shared.open_round = None
             raise
 
     def release(self) -> None:

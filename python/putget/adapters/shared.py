@@ -275,6 +275,11 @@ class SharedWorkspace:
             raise PutgetError("the symmetric memory could not be made again: call the layer's constructor on all ranks")
         return self._workspace.active_ranks
 
+    @property
+    def has_fault(self) -> bool:
+        """Whether a fault of a round stands."""
+        return self._workspace is not None and self._workspace.fault() is not None
+
     def local_rows(self, num_bytes: int) -> torch.Tensor:
         """[num_bytes] uint8 beside the symmetric memory, zeros at first: layers use it one after the other, too."""
         if self._local is None or self._local.numel() < num_bytes:
