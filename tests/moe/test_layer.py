@@ -171,6 +171,38 @@ def test_layers_share_memory() -> None:
         assert sum(good) >= len(good) - 1
 
 
+def refused_calls(rank: Rank, dense: Dense) -> list[str]:
+    """A body: calls that are refused count no expert, and are not recorded."""
+    said, recorded = [], []
+    with make_layer(rank, dense, count_experts=True) as layer:
+        layer.record = lambda ids, _: recorded.append(len(ids))
+        x = dense.tokens(rank.rank, 3)
+        wrong: tuple[dict[str, Any], ...] = (
+            {"num_valid_tokens": torch.tensor([2])},
+            {"num_valid_tokens": torch.tensor([2, 2], dtype=torch.int32)},
+            {"busiest_tokens": -1},
+            {"busiest_tokens": 1.5},
+        )
+        for options in wrong:
+            with pytest.raises(ValueError) as caught:
+                layer(x, **options)
+            said.append(str(caught.value))
+        assert layer.expert_load is not None
+        assert not recorded
+        assert layer.expert_load.sum() == 0
+        layer(x)
+        assert layer.expert_load.sum() == 3 * dense.top_k
+    with make_layer(rank, dense, num_slots=10) as layer:
+        one, two = (layer(x, num_valid_tokens=torch.tensor(count, dtype=torch.int32)) for count in ([2], 2))
+        assert torch.equal(one, two)  # a number without a dimension
+    return said
+
+
+def test_a_refused_call_counts_nothing() -> None:
+    for said in run_ranks(2, refused_calls, Dense()):
+        assert [text.split()[0] for text in said] == ["num_valid_tokens"] * 2 + ["busiest_tokens"] * 2
+
+
 def with_others_memory(rank: Rank, dense: Dense) -> list[str]:
     """A body: rank 1 gives memory that does not fit, and then all have a layer."""
     said = []

@@ -373,7 +373,9 @@ class ExpertParallelMoE(nn.Module):
             self.check_input("x", x)
             if self._replays.takes(x.shape[0]):
                 check_valid_tokens(num_valid_tokens, self.device)
-                check_int("busiest_tokens", busiest_tokens or 0, 0, self.max_tokens_per_rank)
+                check_int(
+                    "busiest_tokens", 0 if busiest_tokens is None else busiest_tokens, 0, self.max_tokens_per_rank
+                )
                 return self._replays(x, num_valid_tokens, busiest_tokens)
         return self.run(x, num_valid_tokens, busiest_tokens)
 
@@ -383,6 +385,10 @@ class ExpertParallelMoE(nn.Module):
             with torch.autocast(self.device.type, enabled=False):
                 return self.run(x, num_valid_tokens, busiest_tokens)
         self.check_input("x", x)
+        check_valid_tokens(num_valid_tokens, self.device)
+        check_int("busiest_tokens", 0 if busiest_tokens is None else busiest_tokens, 0, self.max_tokens_per_rank)
+        if num_valid_tokens is not None:
+            num_valid_tokens = num_valid_tokens.view(1)
         self._lost.begin_round()
         if not self._looked_at_weights:
             self._looked_at_weights = warn_unwritten(self.experts)
