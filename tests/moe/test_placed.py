@@ -165,6 +165,37 @@ def test_weights_may_be_the_callers_affair() -> None:
         assert again
 
 
+class Breaks(dict[str, Tensor]):
+    """A state that a file is read for, whose reads fail from some number on."""
+
+    reads = 0
+
+    def __getitem__(self, name: str) -> Tensor:
+        Breaks.reads += 1
+        if Breaks.reads > 9:  # those of two experts, which are looked at first, and of the first of them again
+            raise OSError("the file is gone")
+        return super().__getitem__(name)
+
+
+def take_back(rank: Rank, dense: Dense) -> bool:
+    """A body: a placement whose weights cannot be read to the end is taken back."""
+    before, after = (Placement.of(slots, 8) for slots in (range(8), [3, 1, 2, 0, 4, 5, 6, 7]))
+    with make_layer(rank, dense, placement=before) as layer:
+        x = dense.tokens(rank.rank, 8)
+        want = layer(x)
+        if rank.rank == 0:
+            Breaks.reads = 0
+            with pytest.raises(OSError, match="the file is gone"):
+                layer.set_placement(after, Breaks(dense.state()))
+        layer.set_placement(before, dense.state())
+        assert layer.local_experts == held_by(before, rank.rank, 2)
+        return torch.equal(layer(x), want)
+
+
+def test_a_placement_that_could_not_be_loaded_can_be_taken_back() -> None:
+    assert run_ranks(2, take_back, Dense()) == [True, True]
+
+
 def refused(rank: Rank, dense: Dense, kept: Placement, wrong: list[tuple[Placement, dict[str, Any]]]) -> list[str]:
     """A body: placements that the layer refuses, and a round as before them."""
     told = []

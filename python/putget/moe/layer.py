@@ -274,6 +274,8 @@ class ExpertParallelMoE(nn.Module):
 
         Raises:
             ValueError: The layer has no slots, the placement other sizes, or a tensor is missing; nothing has changed.
+            Exception: As `state` raises it. Slots may have lost their expert, and are -1 in `local_experts`: set this
+                placement again, or the one before, which loads them.
         """
         if self._placed is None:
             raise ValueError("this layer was made without slots: its experts stay where they are")
@@ -282,9 +284,18 @@ class ExpertParallelMoE(nn.Module):
         if state is not None:
             changed = zip(experts, self.local_experts, strict=True)
             names = [None if now == before else _name_of(now) for now, before in changed]
-            load_networks(self.experts, names, DenseState(state, prefix))
+            self._load_slots(names, DenseState(state, prefix))
         self._placed.choose.tables.copy_(tables)
         self._note_placement(placement, placement_layer)
+
+    def _load_slots(self, names: Sequence[str | None], state: DenseState) -> None:
+        """Loads the named experts; slots of a load that fails hold none, as far as the layer knows."""
+        written: set[int] = set()
+        try:
+            load_networks(self.experts, names, state, written)
+        except BaseException:
+            self.local_experts = [-1 if slot in written else held for slot, held in enumerate(self.local_experts)]
+            raise
 
     def balanced(self) -> BalancedLayer:
         """The part of this layer that a ``putget.balancer.Balancer`` needs.

@@ -77,10 +77,15 @@ def load_router(router: Router, state: DenseState) -> None:
     router.weight.copy_(weight)
 
 
-def load_networks(experts: Bf16Experts | Fp8Experts, names: Sequence[str | None], state: DenseState) -> None:
+def load_networks(
+    experts: Bf16Experts | Fp8Experts,
+    names: Sequence[str | None],
+    state: DenseState,
+    written: set[int] | None = None,
+) -> None:
     """Copies feed-forward networks into experts 0, 1, ..., quantised or dequantised where the two differ.
 
-    Experts whose name is None stay as they are.
+    Experts whose name is None stay as they are. `written` gets each of the others before it changes.
     """
     hidden, intermediate = experts.hidden_size, experts.down.shape[2]
     wanted = [(index, name) for index, name in enumerate(names) if name is not None]
@@ -88,6 +93,8 @@ def load_networks(experts: Bf16Experts | Fp8Experts, names: Sequence[str | None]
         state.network(name, hidden, intermediate)
     for index, name in wanted:
         weights, scales = state.network(name, hidden, intermediate)
+        if written is not None:
+            written.add(index)
         if scales is not None and isinstance(experts, Fp8Experts):
             experts.load_codes(index, weights, scales)
             continue
