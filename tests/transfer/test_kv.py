@@ -252,3 +252,17 @@ def test_the_stub_names_what_there_is() -> None:
                     argument for argument in inspect.signature(getattr(item, own)).parameters if argument != "self"
                 ]
                 assert given == names, (name, own)
+
+
+def test_an_engine_closes_while_a_callback_asks_its_request_how_it_ended() -> None:
+    states: list[str] = []
+    for _ in range(5):
+        pair = Pair(pt.SimNetwork(5))
+        receive = pair.decoder.request(pair.sources, "r", [[3, 1]], tokens=16)
+        receive.add_done_callback(lambda _none, receive=receive: states.append(receive.state))
+        closing = threading.Thread(target=pair.decode_engine.close, daemon=True)
+        closing.start()
+        closing.join(WAIT_S)
+        assert not closing.is_alive()
+        pair.prefill_engine.close()
+    assert states == ["released"] * 5
