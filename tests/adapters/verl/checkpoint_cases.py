@@ -167,6 +167,18 @@ def an_actor_that_fails_leaves_the_old_version() -> None:
         found.close()
 
 
+def actors_try_again_where_the_first_version_has_failed() -> None:
+    for failing in range(ACTORS):
+        found = Cluster()
+        found.actors[failing].fails = "layers.1.o.weight"
+        with pytest.raises((RuntimeError, weights.UpdateFailed), match=r"the GPU with layers\.1\.o\.weight is lost"):
+            found.send(1)
+        found.actors[failing].fails = ""
+        found.send(2)
+        assert found.versions() == [[2]] * WORKERS
+        found.close()
+
+
 def a_worker_that_fails_keeps_all_from_the_version() -> None:
     found = Cluster()
     found.send(1)
@@ -208,6 +220,7 @@ CASES: tuple[Callable[[], None], ...] = (
     versions_arrive,
     replicas_join_and_leave,
     an_actor_that_fails_leaves_the_old_version,
+    actors_try_again_where_the_first_version_has_failed,
     a_worker_that_fails_keeps_all_from_the_version,
     changes_go_alone,
     mistakes_are_named,

@@ -26,7 +26,11 @@ GRACE_S = 15.0
 
 
 class Sender:
-    """Sends versions of a model, and decides on rank 0 whether they come into force."""
+    """Sends versions of a model, and decides on rank 0 whether they come into force.
+
+    Attributes:
+        begun: It has planned with all others (`begin`).
+    """
 
     def __init__(
         self,
@@ -53,6 +57,7 @@ class Sender:
         self.name, self.rank, self.num_trainers, self.num_workers = name, rank, num_trainers, num_workers
         self.rendezvous, self.engine, self.deltas = rendezvous, engine, deltas
         self.trainer: weights.Trainer
+        self.begun = False
         self.sent: int | None = None
         rendezvous.put(f"trainer/{rank}", bytes_out(engine.main_address().to_bytes()))
 
@@ -85,6 +90,7 @@ class Sender:
         slots = planned_slots(self.rendezvous, self.num_workers, end, watch, self.name)
         schedule = weights.plan(params, slots, unused=list(unused))
         self.trainer = weights.Trainer(self.engine, schedule, self.rank, model, deltas=self.deltas, **options)
+        self.begun = True
 
     def send(self, version: int, end: float, commit: Callable[[], None] = lambda: None) -> Report:
         """Send a version. All trainer ranks do so at the same time.

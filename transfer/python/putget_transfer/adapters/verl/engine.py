@@ -164,6 +164,8 @@ class PutgetCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 engine = Options(networks=self.networks, address=self.address).engine("cpu")
                 counts = topology.num_trainers, topology.num_workers
                 self.sender = Sender(ENGINE, topology.rank, *counts, store, engine, deltas=self.delta_bytes > 0)
+            if not self.sender.begun:
+                # Also after a version that failed before all had planned: the engine keeps its address.
                 self.sender.begin(self.tensors, end, watch=watch, watermark_bytes=self.bucket_size)
             report = self.sender.send(topology.version, end)
         except BaseException as error:
