@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import base64
 import pickle
+import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,9 @@ pytest.importorskip(
 import torch
 
 from putget_transfer import weights
+from putget_transfer.adapters.options import Options
+from putget_transfer.adapters.rendezvous import Rendezvous
+from putget_transfer.adapters.sender import Sender
 from putget_transfer.adapters.sglang.weights import LOADER, Trainer, TrainerInit, load, worker
 from tests.transfer import weights_models as models
 
@@ -166,6 +171,28 @@ def test_a_trainer_that_fails_leaves_the_old_version(trainer: Make, monkeypatch:
     source.set(5)
     sender.send_weights(5)
     assert server.versions() == [[5]] * TP
+
+
+def test_no_trainer_rank_takes_an_interrupted_version_for_sent() -> None:
+    store = Rendezvous.open("127.0.0.1", 0, holds=True, timeout_s=DEADLINE_S)
+    store.put("offers/1/0", {})
+
+    def interrupted(*_arguments: Any, **_options: Any) -> None:
+        raise KeyboardInterrupt
+
+    def published(version: int, _deadline_s: float, **_options: Any) -> weights.Report:
+        return weights.Report(version, 1)
+
+    senders = [Sender("SGLang", rank, 2, 1, store, Options(networks="host").engine("cpu")) for rank in range(2)]
+    for sender, publish in zip(senders, (interrupted, published), strict=True):
+        sender.trainer = SimpleNamespace(publish=publish)
+    end = time.monotonic() + DEADLINE_S
+    with pytest.raises(KeyboardInterrupt):
+        senders[0].send(1, end)
+    with pytest.raises(weights.UpdateFailed, match="trainer rank 0: KeyboardInterrupt"):
+        senders[1].send(1, end)
+    for sender in senders:
+        sender.close()
 
 
 def test_a_version_that_may_be_in_force_is_told_so(trainer: Make) -> None:

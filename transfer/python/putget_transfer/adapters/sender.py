@@ -109,8 +109,8 @@ class Sender:
             if self.rank == 0:
                 self._decide(version, end)
                 commit()
-        except Exception as error:
-            outcome = f"trainer rank {self.rank}: {error}"
+        except BaseException as error:  # an interrupt, too: others must not take the version for one in force
+            outcome = f"trainer rank {self.rank}: {str(error) or type(error).__name__}"
             with contextlib.suppress(UpdateFailed):
                 self.rendezvous.put(f"failed/{version}", outcome)
             raise

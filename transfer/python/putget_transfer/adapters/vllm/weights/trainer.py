@@ -205,9 +205,9 @@ class PutgetTrainerWeightTransferEngine(TrainerWeightTransferEngine[TrainerInit]
         end = time.monotonic() + self.info.deadline_s
         try:
             report = self._sent(version, end) if self.is_sender else self._published(version, end, lambda: None)
-        except Exception as error:
+        except BaseException as error:
             if not self.is_sender:
-                self._say(f"failed/{version}", f"trainer rank {self.rank}: {error}")
+                self._say(f"failed/{version}", f"trainer rank {self.rank}: {_words(error)}")
             raise
         if not self.is_sender:
             (outcome,) = self.rendezvous.take({f"end/{version}": "trainer rank 0"}, end + 2 * GRACE_S)
@@ -230,11 +230,13 @@ class PutgetTrainerWeightTransferEngine(TrainerWeightTransferEngine[TrainerInit]
             report = self._landed(version, end)
             self.rendezvous.put(f"commit/{version}", "")
             self.client.finish_weight_update(str(version))
-        except Exception as error:
+        except BaseException as error:  # an interrupt, too: others must not take the version for one in force
             problem = str(error)
             if isinstance(error, (UpdateFailed, ValueError)):
                 raise
-            problem = f"version {version} is not known to be in force: {self._reason(version)}{error}"
+            problem = f"version {version} is not known to be in force: {self._reason(version)}{_words(error)}"
+            if not isinstance(error, Exception):
+                raise
             raise UpdateFailed(problem) from error
         finally:
             self._say(f"end/{version}", problem)
@@ -253,12 +255,12 @@ class PutgetTrainerWeightTransferEngine(TrainerWeightTransferEngine[TrainerInit]
             votes = self.rendezvous.take(workers(f"vote/{version}", self.info.num_workers, ENGINE), end + GRACE_S)
             if any(votes):
                 raise UpdateFailed(f"version {version}: {'; '.join(filter(None, votes))}")
-        except Exception as error:
-            problem = str(error) if isinstance(error, UpdateFailed) else f"trainer rank 0: {error}"
+        except BaseException as error:
+            problem = str(error) if isinstance(error, UpdateFailed) else f"trainer rank 0: {_words(error)}"
             self._say(f"failed/{version}", problem)
             with contextlib.suppress(Exception):  # a server that is gone has nothing to give up
                 self.client.finish_weight_update()
-            if isinstance(error, (UpdateFailed, ValueError)):
+            if isinstance(error, (UpdateFailed, ValueError)) or not isinstance(error, Exception):
                 raise
             raise UpdateFailed(f"version {version}: {problem}") from error
         return report
@@ -312,6 +314,11 @@ class PutgetTrainerWeightTransferEngine(TrainerWeightTransferEngine[TrainerInit]
         """Close the engine. Workers keep their weights."""
         self.calls.shutdown(wait=False)
         self.engine.close()
+
+
+def _words(error: BaseException) -> str:
+    """Return what an error says; an interrupt says nothing."""
+    return str(error) or type(error).__name__
 
 
 def _watch(told: Future[Any] | None) -> Callable[[], None]:
