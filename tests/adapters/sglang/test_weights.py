@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip(
     "putget_transfer._native", reason="putget_transfer is not built: it needs cargo (see `make transfer`)"
 )
+import numpy as np
 import torch
 
 from putget_transfer import weights
@@ -171,6 +172,19 @@ def test_a_trainer_that_fails_leaves_the_old_version(trainer: Make, monkeypatch:
     source.set(5)
     sender.send_weights(5)
     assert server.versions() == [[5]] * TP
+
+
+def test_a_version_that_was_not_announced_leaves_the_next_ones_alone(
+    trainer: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, server, source = trainer()
+    with monkeypatch.context() as patched:
+        patched.setattr(sender.rendezvous, "put", _raises("no memory"))
+        with pytest.raises(RuntimeError, match="no memory"):
+            sender.send_weights(1)
+    source.set(2)
+    sender.send_weights(np.int64(2))  # type: ignore[arg-type]
+    assert server.versions() == [[2]] * TP
 
 
 def test_no_trainer_rank_takes_an_interrupted_version_for_sent() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -99,6 +100,7 @@ class Controller:
             ValueError: An older version, or an update is running.
             UpdateFailed: No replica has the version: trainers failed, or all replicas. They are named.
         """
+        version = operator.index(version)  # reports and offers have Python's own integers
         self._between(f"version {version}")
         try:
             if version < self.version:

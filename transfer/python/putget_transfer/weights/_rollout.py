@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -162,6 +163,7 @@ class Rollout:
             UpdateFailed: A sender of an attempt that failed could not be fenced: it might still write. It is named.
         """
         self._require_open("expect")
+        version = operator.index(version)
         if version == self.version and self.state == "whole":
             return {}
         if version <= self.version:

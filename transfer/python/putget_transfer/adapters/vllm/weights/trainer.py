@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -198,7 +199,7 @@ class PutgetTrainerWeightTransferEngine(TrainerWeightTransferEngine[TrainerInit]
             ValueError: A version that is not larger than those before, or parameters that have changed.
             UpdateFailed: It came into force in no worker. Why is named.
         """
-        version = self.version + 1 if version is None else version
+        version = self.version + 1 if version is None else operator.index(version)
         if version <= self.version:
             raise ValueError(f"version: {version} came; {self.version} has been sent")
         self.version = version
