@@ -85,6 +85,21 @@ def test_without_a_replica_left_the_reasons_are_told_at_once(make: Callable[...,
     assert cluster.controller.update(2, DEADLINE_S).committed == ["replica 0", "replica 1"]
 
 
+def test_a_replica_that_has_joined_since_is_not_said_to_have_the_version(make: Callable[..., Cluster]) -> None:
+    cluster = make(replicas=2)
+    cluster.controller.leave("replica 1")
+    cluster.source.set(1)
+    assert cluster.controller.update(1, DEADLINE_S).committed == ["replica 0"]
+    cluster.controller.join("replica 1", cluster.rollouts[2:])
+    again = cluster.controller.update(1, DEADLINE_S)
+    assert again.committed == ["replica 0"]
+    assert again.failed == {"replica 1": "it has joined since, and gets the next one"}
+    assert cluster.versions() == [[1], [1], [0], [0]]
+    cluster.source.set(2)
+    assert cluster.controller.update(2, DEADLINE_S).committed == ["replica 0", "replica 1"]
+    assert cluster.controller.update(2, DEADLINE_S).committed == ["replica 0", "replica 1"]
+
+
 class Source:
     """A trainer rank without parameters, which reports some ranks, after an event if there is one."""
 

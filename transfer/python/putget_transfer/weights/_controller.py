@@ -52,6 +52,8 @@ class Controller:
         self.trainers = list(trainers)
         self.replicas = {name: list(ranks) for name, ranks in replicas.items()}
         self.version = 0
+        self._joined: set[str] = set()
+        """Replicas that have come since that version."""
         self._busy = threading.Lock()
 
     def join(self, name: str, ranks: Sequence[Any]) -> None:
@@ -65,6 +67,7 @@ class Controller:
             if name in self.replicas:
                 raise ValueError(f"name: {name!r} came; that replica takes part already")
             self.replicas[name] = list(ranks)
+            self._joined.add(name)
         finally:
             self._busy.release()
 
@@ -78,6 +81,7 @@ class Controller:
         try:
             if self.replicas.pop(name, None) is None:
                 raise ValueError(f"name: {name!r} came; {sorted(self.replicas)} take part")
+            self._joined.discard(name)
         finally:
             self._busy.release()
 
@@ -92,7 +96,7 @@ class Controller:
         with a rank that a trainer could not write to (`Report.failed`), as soon as the trainer's report says so.
 
         Args:
-            version: The version. The one in force has no effect.
+            version: The version. The one in force has no effect; replicas that joined since are in `failed`.
             deadline_s: Time until what has not come counts as failed.
             since: The version before, of which only changes go (`Trainer.publish`).
 
@@ -106,7 +110,8 @@ class Controller:
             if version < self.version:
                 raise ValueError(f"version: {version} came; {self.version} is in force")
             if version == self.version:
-                return Update(version, committed=sorted(self.replicas))
+                late = dict.fromkeys(sorted(self._joined), "it has joined since, and gets the next one")
+                return Update(version, committed=sorted(self.replicas.keys() - late), failed=late)
             num_ranks = len(self.trainers) + sum(map(len, self.replicas.values()))
             pool = ThreadPoolExecutor(max(num_ranks, 1))
             try:
@@ -280,4 +285,5 @@ class _Running:
         for name in self.update.failed:
             self.owner.replicas.pop(name, None)
         self.owner.version = version
+        self.owner._joined.clear()
         return self.update
