@@ -143,6 +143,7 @@ class _Running:
         self.places: dict[int, tuple[str, int]] = {}
         """Replica and number in it, by the rank of offers, which counts over all replicas."""
         self.aborts: dict[str, list[Future[Any]]] = {}
+        self.calls: list[Future[Any]] = []
 
     def left(self) -> float:
         return max(self.end - time.monotonic(), 0.0)
@@ -167,7 +168,9 @@ class _Running:
         return {name: ranks for name, ranks in self.owner.replicas.items() if name not in self.update.failed}
 
     def _all(self, call: Callable[[Any], Any], ranks: Iterable[Any]) -> list[Future[Any]]:
-        return [self.pool.submit(call, rank) for rank in ranks]
+        calls = [self.pool.submit(call, rank) for rank in ranks]
+        self.calls += calls
+        return calls
 
     def _of_replicas(self, call: Callable[[Any], Any]) -> dict[str, list[Any]]:
         """Call all ranks of the replicas that take part; a replica with a rank that raises is out."""
@@ -229,6 +232,7 @@ class _Running:
             ): number
             for number, trainer in enumerate(self.owner.trainers)
         }
+        self.calls += calls
         failed: dict[int, str] = {}
         reports: dict[int, Any] = {}
         until = self._until()
@@ -261,6 +265,22 @@ class _Running:
                 self.aborts[name] = self._all(lambda rank: rank.abort("its replica is out"), self.owner.replicas[name])
 
     def run(self) -> Update:
+        try:
+            return self._run()
+        except UpdateFailed:
+            raise
+        except BaseException:
+            self._give_up()
+            raise
+
+    def _give_up(self) -> None:
+        """Have all ranks give an interrupted update up: trainers end as soon as rollout ranks have shut them out."""
+        for name in self._in():
+            self._out(name, "the update was interrupted")
+        self._abort()
+        wait(self.calls, ABORT_S)
+
+    def _run(self) -> Update:
         version = self.update.version
         failed = self._publish(self._addresses())
 
