@@ -10,6 +10,7 @@ import random
 import resource
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -111,6 +112,26 @@ def test_a_member_that_starts_again_takes_its_name_over(place: Place) -> None:
     old.leave()
     until(lambda: [entry.source for entry in before.entries()] == [b"new"])
     assert new.refusal is None
+
+
+def test_what_a_member_says_last_counts(place: Place) -> None:
+    directory = kv.Directory(place.engine(), timeout_s=LONG_S)
+    client = place.client(directory)
+    member = client.join("p0", "prefill")
+    heard, enter = [0], directory._enter
+
+    def counted(*arguments: Any) -> str | None:
+        heard[0] += 1
+        return enter(*arguments)
+
+    directory._enter = counted  # type: ignore[method-assign]
+    # Messages have no order.
+    for last in range(100, 600, 100):
+        for number in range(last - 99, last + 1):
+            member.update(load=number, draining=number == last)
+        until(lambda last=last: heard[0] == last)  # type: ignore[misc]
+        (entry,) = directory.entries()
+        assert (entry.load, entry.draining) == (last, True)
 
 
 def test_words_of_a_member_that_has_left_come_too_late(place: Place) -> None:
