@@ -200,19 +200,23 @@ def test_mistakes_and_hostile_bytes_have_no_effect(place: Place, caplog: pytest.
     for wrong in ({"name": ""}, {"role": "r" * 257}, {"source": bytes(1 << 20)}):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))}: "):
             client.join(**{"name": "p0", "role": "prefill", **wrong})
-    with pytest.raises(ValueError, match="timeout_s: 0 came"):
-        kv.Directory(place.engines[0], timeout_s=0)
-    for address in (b"", b"{}", b"[]", b'{"address": "AA==", "pool": 1, "timeout_s": 1}'):
+    for timeout_s in (0, -1.0, math.nan, math.inf, 1e12):
+        with pytest.raises(ValueError, match=f"timeout_s: {timeout_s} came"):
+            kv.Directory(place.engines[0], timeout_s=timeout_s)
+    forever = json.dumps({**json.loads(directory.address), "timeout_s": math.inf}).encode()
+    for address in (b"", b"{}", b"[]", b'{"address": "AA==", "pool": 1, "timeout_s": 1}', forever):
         with pytest.raises(ValueError, match=r"directory: .* came"):
             kv.DirectoryClient(place.engines[0], address)
     to, pool = place.engines[0].main_address(), json.loads(directory.address)["pool"]
     entry = directory.entries()[0].encode()
     random.seed(1)
     hostile = [random.randbytes(100), b"[" * 3000, b"7", json.dumps({"kind": "here", "answers": 1}).encode()]
+    hostile.append(b'{"kind": "list", "answers": Infinity, "number": 1}')
     for name, value in (
         ("name", 7),
         ("load", "1"),
         ("load", math.inf),
+        ("load", 10**400),
         ("source", "x"),
         ("began_ns", 1.5),
         ("role", ""),

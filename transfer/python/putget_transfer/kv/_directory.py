@@ -92,7 +92,7 @@ def _receive(engine: Engine, hear: Any) -> int:
             if not isinstance(message, dict):
                 raise ValueError("it is no object")
             hear(peer, message)
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             _LOG.warning("a message to a directory cannot be read: %s", error)
 
     for length, count in _BUFFERS:
@@ -115,11 +115,13 @@ class Directory:
             max_members: More are refused.
 
         Raises:
-            ValueError: A number is not greater than 0.
+            ValueError: A number is not greater than 0, or the timeout is longer than threads can wait.
         """
-        for name, value in (("timeout_s", timeout_s), ("max_members", max_members)):
-            if not value > 0:
-                raise ValueError(f"{name}: {value} came; more than 0 is needed")
+        if not 0 < timeout_s <= threading.TIMEOUT_MAX:
+            most = f"at most {threading.TIMEOUT_MAX:g}"
+            raise ValueError(f"timeout_s: {timeout_s} came; more than 0 s, {most}, are allowed")
+        if not max_members > 0:
+            raise ValueError(f"max_members: {max_members} came; more than 0 is needed")
         self._engine, self._timeout_s, self._max_members = engine, timeout_s, max_members
         self._lock = threading.Lock()
         self._entries: dict[str, tuple[Entry, float, int]] = {}
@@ -263,7 +265,9 @@ class DirectoryClient:
             found = json.loads(directory)
             self._address = NetAddr.from_bytes(base64.b64decode(found["address"]))
             self._pool, self._timeout_s = int(found["pool"]), float(found["timeout_s"])
-        except (ValueError, TypeError, KeyError) as error:
+            if not 0 < self._timeout_s <= threading.TIMEOUT_MAX:
+                raise ValueError(f"timeout_s: {self._timeout_s} came")
+        except (ValueError, TypeError, KeyError, OverflowError) as error:
             raise ValueError(f"directory: {directory[:40]!r} came; an address of a directory is needed") from error
         self._engine = engine
         self._changed = threading.Condition()
