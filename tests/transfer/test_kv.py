@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import dataclasses
 import inspect
 import subprocess
 import sys
@@ -162,6 +163,18 @@ def test_mistakes_are_value_errors(pair: Pair) -> None:
 
 def other_cache(pair: Pair) -> kv.Cache:
     return kv.KvCache(pair.decode_engine, {"l": np.zeros([2, 4, 8])}, layout="BNC", page_tokens=4, num_kv_heads=1)
+
+
+@pytest.mark.parametrize(("name", "number"), [("layer", 65_535), ("group", 16_384), ("group", 2**32 - 1)])
+def test_numbers_of_layers_and_groups_that_cannot_be_told_are_refused(name: str, number: int) -> None:
+    region = kv.Region(
+        name="l", layer=0, num_pages=8, page_tokens=4, num_heads=1, heads=(0, 1), head_bytes=16, page_stride=64,
+        token_stride=16, head_stride=16,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=f"{name} {number}"):
+        kv.Geometry("m", [dataclasses.replace(region, **{name: number})], [512])
+    last = dataclasses.replace(region, layer=65_534, group=16_383)
+    assert kv.Geometry("m", [last], [512]).num_pages(0, 8) == [0] * 16_383 + [2]
 
 
 def test_both_sides_plan_the_same() -> None:
