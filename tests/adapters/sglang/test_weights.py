@@ -154,6 +154,7 @@ def test_a_scheduler_that_fails_keeps_all_from_the_version(trainer: Make, monkey
     source.set(3)
     sender.send_weights(3)
     assert server.versions() == [[3]] * TP
+    assert not [version for version in (1, 2) if sender.rendezvous.has(f"offers/{version}/0")]
 
 
 def test_a_trainer_that_fails_leaves_the_old_version(trainer: Make, monkeypatch: pytest.MonkeyPatch) -> None:

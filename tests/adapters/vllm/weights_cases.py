@@ -293,6 +293,19 @@ def no_trainer_rank_takes_an_interrupted_version_for_sent() -> None:
         assert found.client.versions() == [[4]] * WORKERS
 
 
+def nothing_is_kept_of_versions_that_are_over() -> None:
+    with cluster([divided(rank, 2) for rank in range(2)]) as found:
+        store = found.ranks[0].rendezvous
+        found.send(1)
+        found.send(5)
+        found.sources[1].fails = next(iter(models.shapes()))
+        assert all(isinstance(result, BaseException) for result in found.send(6))
+        found.sources[1].fails = ""
+        assert not [result for result in found.send(10) if isinstance(result, BaseException)]
+        kept = [version for version in (1, 5, 6) for key in ("offers", "vote") if store.has(f"{key}/{version}/0")]
+        assert not kept, kept
+
+
 def a_worker_that_fails_keeps_all_from_the_version() -> None:
     with cluster([whole()]) as found:
         found.send(1)
@@ -396,6 +409,7 @@ CASES = (
     changes_arrive_alone,
     a_trainer_that_fails_leaves_the_old_version,
     no_trainer_rank_takes_an_interrupted_version_for_sent,
+    nothing_is_kept_of_versions_that_are_over,
     a_worker_that_fails_keeps_all_from_the_version,
     a_torn_model_answers_nothing_until_an_update_is_complete,
     another_trainer_goes_on_after_one_that_died_in_the_middle,

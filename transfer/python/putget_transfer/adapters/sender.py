@@ -59,6 +59,7 @@ class Sender:
         self.trainer: weights.Trainer
         self.begun = False
         self.sent: int | None = None
+        self.told: int | None = None
         rendezvous.put(f"trainer/{rank}", bytes_out(engine.main_address().to_bytes()))
 
     def begin(
@@ -104,6 +105,11 @@ class Sender:
             UpdateFailed: It came into force in no worker, or that is not known. Why is named.
         """
         outcome = ""
+        if self.rank == 0 and self.told is not None:
+            # Also what workers said for a version that failed.
+            for what in ("offers", "vote"):
+                self.rendezvous.remove(workers(f"{what}/{self.told}", self.num_workers, self.name))
+        self.told = version
         try:
             report = self._published(version, end)
             if self.rank == 0:
@@ -147,9 +153,6 @@ class Sender:
         if any(votes):
             raise UpdateFailed(f"version {version}: {'; '.join(filter(None, votes))}")
         self.rendezvous.put(f"commit/{version}", "")
-        if self.sent is not None:
-            for what in ("offers", "vote"):
-                self.rendezvous.remove(workers(f"{what}/{self.sent}", self.num_workers, self.name))
 
     def close(self) -> None:
         """Close the engine. Workers keep their weights."""

@@ -119,6 +119,8 @@ class PutgetTrainerWeightTransferEngine(TrainerWeightTransferEngine[TrainerInit]
         self.version = 0
         self.sent: int | None = None
         """The version that is in force, where changes can go."""
+        self.told: int | None = None
+        """The version for which workers have spoken last."""
         self.sender: Any = None
         divided = source.implements_iter_local() and not (info.quantised and source.implements_iter_full())
         self.params = describe_source(source, info.num_trainers, divided=divided)
@@ -227,6 +229,8 @@ class PutgetTrainerWeightTransferEngine(TrainerWeightTransferEngine[TrainerInit]
     def _sent(self, version: int, end: float) -> Report:
         """Send as rank 0, which drives the workers."""
         problem = ""
+        self._clean()
+        self.told = version
         try:
             report = self._landed(version, end)
             self.rendezvous.put(f"commit/{version}", "")
@@ -242,7 +246,6 @@ class PutgetTrainerWeightTransferEngine(TrainerWeightTransferEngine[TrainerInit]
         finally:
             self._say(f"end/{version}", problem)
         self.sent = version
-        self._clean(version - 1)
         return report
 
     def _landed(self, version: int, end: float) -> Report:
@@ -304,12 +307,11 @@ class PutgetTrainerWeightTransferEngine(TrainerWeightTransferEngine[TrainerInit]
             raise UpdateFailed("; ".join(f"vLLM worker {rank}: {error}" for rank, error in report.failed.items()))
         return report
 
-    def _clean(self, version: int) -> None:
-        """Take what was said for an old version out of the store."""
-        count = self.info.num_workers
-        self.rendezvous.remove(
-            [*workers(f"offers/{version}", count, ENGINE), *workers(f"vote/{version}", count, ENGINE)]
-        )
+    def _clean(self) -> None:
+        """Take what workers said for the version before out of the store, also where that failed."""
+        if self.told is not None:
+            for what in ("offers", "vote"):
+                self.rendezvous.remove(workers(f"{what}/{self.told}", self.info.num_workers, ENGINE))
 
     def shutdown(self) -> None:
         """Close the engine. Workers keep their weights."""
