@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import base64
 import pickle
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -25,6 +27,7 @@ from putget_transfer.adapters.options import Options
 from putget_transfer.adapters.rendezvous import Rendezvous
 from putget_transfer.adapters.sender import Sender
 from putget_transfer.adapters.sglang.weights import LOADER, Trainer, TrainerInit, load, worker
+from putget_transfer.adapters.sglang.weights.client import HTTPClient, done
 from tests.transfer import weights_models as models
 
 TP, DEADLINE_S = 2, 60.0
@@ -250,6 +253,32 @@ def test_mistakes_are_named() -> None:
             Trainer(init, {}, clients)
     with pytest.raises(ValueError, match=r"'q.weight' came; a trainer of putget sends 'putget'"):
         load(server.models[0], [("q.weight", torch.zeros(1))])
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{}",
+        b"HTTP/1.1 500 Oh\r\nContent-Length: 100\r\n\r\n{}",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nnope",
+        b"what\r\n\r\n",
+    ],
+)
+def test_a_server_that_breaks_off_is_named(answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listens:
+
+        def serve() -> None:
+            connection, _ = listens.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(answer)
+
+        serving = threading.Thread(target=serve)
+        serving.start()
+        url = f"http://127.0.0.1:{listens.getsockname()[1]}"
+        with pytest.raises(weights.UpdateFailed, match=f"{url}/begin_weight_update|/begin_weight_update: 'nope' came"):
+            done(HTTPClient(url, timeout_s=DEADLINE_S), "/begin_weight_update", {})
+        serving.join()
 
 
 def test_parameters_that_do_not_fit_are_named_and_the_server_goes_on() -> None:
