@@ -180,6 +180,24 @@ def test_a_member_that_leaves_before_it_is_known_never_enters(place: Place) -> N
     assert refusal("here", "p0", 7) == "it has left"
 
 
+def test_a_mistake_in_a_change_silences_nobody(place: Place) -> None:
+    directory = kv.Directory(place.engine(), timeout_s=SHORT_S)
+    client = place.client(directory)
+    client.join("p0", "prefill")
+    member = client.join("p1", "prefill", source=memoryview(b"kept"))  # type: ignore[arg-type]
+    wrong: dict[str, Any] = {"source": "text", "role": 7, "load": "much", "draining": 1}
+    for name, value in wrong.items():
+        with pytest.raises(ValueError, match=f"{name}: .*{value}"):
+            member.update(**{name: value})
+        if name != "draining":
+            with pytest.raises(ValueError, match=f"{name}: .*{value}"):
+                client.join(**{"name": "p2", "role": "decode", name: value})
+    time.sleep(1.5 * SHORT_S)
+    assert names(directory.entries()) == ["p0", "p1"]
+    member.update(source=bytearray(b"new"), load=2)  # type: ignore[arg-type]
+    until(lambda: [entry.source for entry in directory.entries()] == [b"", b"new"])
+
+
 def test_a_directory_that_starts_again_knows_everybody(place: Place) -> None:
     engine = place.engine()
     first = kv.Directory(engine, timeout_s=SHORT_S)

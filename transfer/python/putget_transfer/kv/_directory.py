@@ -8,6 +8,7 @@ and a member that is lost is forgotten after the timeout. Nobody keeps a list of
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import logging
 import math
@@ -64,6 +65,24 @@ class Entry:
             if not isinstance(found.get(name), kind):  # type: ignore[arg-type]
                 raise ValueError(f"{name}: {found.get(name)!r} came")
         entry = Entry(**{**{name: found[name] for name in kinds}, "source": base64.b64decode(found["source"])})
+        entry.check()
+        return entry
+
+    @staticmethod
+    def _made(**values: Any) -> Entry:
+        """Check and return an entry of a caller's values; the source may be any bytes, and the load any number.
+
+        Raises:
+            ValueError: A value is of another type, or as `check` says.
+        """
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            values["load"] = float(values["load"])
+        if isinstance(values["source"], (bytearray, memoryview)):
+            values["source"] = bytes(values["source"])
+        for name, kind in {"name": str, "role": str, "source": bytes, "load": float, "draining": bool}.items():
+            if not isinstance(values[name], kind):
+                raise ValueError(f"{name}: {values[name]!r:.80} came; {kind.__name__} is needed")
+        entry = Entry(**values)
         entry.check()
         return entry
 
@@ -225,8 +244,9 @@ class Member:
         """
         values = {"role": role, "source": source, "load": load, "draining": draining}
         with self._client._changed:
-            changed = Entry(**{**asdict(self.entry), **{name: new for name, new in values.items() if new is not None}})
-            changed.check()
+            changed = Entry._made(
+                **{**asdict(self.entry), **{name: new for name, new in values.items() if new is not None}}
+            )
             self.entry, self._changes = changed, self._changes + 1
             fields = self.fields()
         self._client._say("here", changed, **fields)
@@ -290,10 +310,7 @@ class DirectoryClient:
             ValueError: The name or the role is empty or too long, the source is too long, or the directory refuses.
             TimeoutError: The directory does not answer within its timeout.
         """
-        entry = Entry(
-            name=name, role=role, source=bytes(source), load=float(load), draining=False, began_ns=time.time_ns()
-        )
-        entry.check()
+        entry = Entry._made(name=name, role=role, source=source, load=load, draining=False, began_ns=time.time_ns())
         answers = self._ask("here", self._timeout_s, entry=entry.encode())
         if answers[0].get("refusal"):
             raise ValueError(f"name: {name!r} came; the directory refuses it: {answers[0]['refusal']}")
