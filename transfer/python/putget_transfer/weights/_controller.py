@@ -270,10 +270,10 @@ class _Running:
         except UpdateFailed:
             raise
         except BaseException:
-            self._give_up()
+            self._interrupted()
             raise
 
-    def _give_up(self) -> None:
+    def _interrupted(self) -> None:
         """Have all ranks give an interrupted update up: trainers end as soon as rollout ranks have shut them out."""
         for name in self._in():
             self._out(name, "the update was interrupted")
