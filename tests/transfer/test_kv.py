@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import dataclasses
 import inspect
 import subprocess
 import sys
@@ -164,6 +165,18 @@ def other_cache(pair: Pair) -> kv.Cache:
     return kv.KvCache(pair.decode_engine, {"l": np.zeros([2, 4, 8])}, layout="BNC", page_tokens=4, num_kv_heads=1)
 
 
+@pytest.mark.parametrize(("name", "number"), [("layer", 65_535), ("group", 16_384), ("group", 2**32 - 1)])
+def test_numbers_of_layers_and_groups_that_cannot_be_told_are_refused(name: str, number: int) -> None:
+    region = kv.Region(
+        name="l", layer=0, num_pages=8, page_tokens=4, num_heads=1, heads=(0, 1), head_bytes=16, page_stride=64,
+        token_stride=16, head_stride=16,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=f"{name} {number}"):
+        kv.Geometry("m", [dataclasses.replace(region, **{name: number})], [512])
+    last = dataclasses.replace(region, layer=65_534, group=16_383)
+    assert kv.Geometry("m", [last], [512]).num_pages(0, 8) == [0] * 16_383 + [2]
+
+
 def test_both_sides_plan_the_same() -> None:
     def geometry(rank: int) -> kv.Geometry:
         region = kv.Region(
@@ -252,3 +265,17 @@ def test_the_stub_names_what_there_is() -> None:
                     argument for argument in inspect.signature(getattr(item, own)).parameters if argument != "self"
                 ]
                 assert given == names, (name, own)
+
+
+def test_an_engine_closes_while_a_callback_asks_its_request_how_it_ended() -> None:
+    states: list[str] = []
+    for _ in range(5):
+        pair = Pair(pt.SimNetwork(5))
+        receive = pair.decoder.request(pair.sources, "r", [[3, 1]], tokens=16)
+        receive.add_done_callback(lambda _none, receive=receive: states.append(receive.state))
+        closing = threading.Thread(target=pair.decode_engine.close, daemon=True)
+        closing.start()
+        closing.join(WAIT_S)
+        assert not closing.is_alive()
+        pair.prefill_engine.close()
+    assert states == ["released"] * 5

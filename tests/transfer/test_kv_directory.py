@@ -10,6 +10,7 @@ import random
 import resource
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -113,6 +114,26 @@ def test_a_member_that_starts_again_takes_its_name_over(place: Place) -> None:
     assert new.refusal is None
 
 
+def test_what_a_member_says_last_counts(place: Place) -> None:
+    directory = kv.Directory(place.engine(), timeout_s=LONG_S)
+    client = place.client(directory)
+    member = client.join("p0", "prefill")
+    heard, enter = [0], directory._enter
+
+    def counted(*arguments: Any) -> str | None:
+        heard[0] += 1
+        return enter(*arguments)
+
+    directory._enter = counted  # type: ignore[method-assign]
+    # Messages have no order.
+    for last in range(100, 600, 100):
+        for number in range(last - 99, last + 1):
+            member.update(load=number, draining=number == last)
+        until(lambda last=last: heard[0] == last)  # type: ignore[misc]
+        (entry,) = directory.entries()
+        assert (entry.load, entry.draining) == (last, True)
+
+
 def test_words_of_a_member_that_has_left_come_too_late(place: Place) -> None:
     directory = kv.Directory(place.engine(), timeout_s=LONG_S, max_members=2)
     client = place.client(directory)
@@ -159,6 +180,24 @@ def test_a_member_that_leaves_before_it_is_known_never_enters(place: Place) -> N
     assert refusal("here", "p0", 7) == "it has left"
 
 
+def test_a_mistake_in_a_change_silences_nobody(place: Place) -> None:
+    directory = kv.Directory(place.engine(), timeout_s=SHORT_S)
+    client = place.client(directory)
+    client.join("p0", "prefill")
+    member = client.join("p1", "prefill", source=memoryview(b"kept"))  # type: ignore[arg-type]
+    wrong: dict[str, Any] = {"source": "text", "role": 7, "load": "much", "draining": 1}
+    for name, value in wrong.items():
+        with pytest.raises(ValueError, match=f"{name}: .*{value}"):
+            member.update(**{name: value})
+        if name != "draining":
+            with pytest.raises(ValueError, match=f"{name}: .*{value}"):
+                client.join(**{"name": "p2", "role": "decode", name: value})
+    time.sleep(1.5 * SHORT_S)
+    assert names(directory.entries()) == ["p0", "p1"]
+    member.update(source=bytearray(b"new"), load=2)  # type: ignore[arg-type]
+    until(lambda: [entry.source for entry in directory.entries()] == [b"", b"new"])
+
+
 def test_a_directory_that_starts_again_knows_everybody(place: Place) -> None:
     engine = place.engine()
     first = kv.Directory(engine, timeout_s=SHORT_S)
@@ -179,19 +218,23 @@ def test_mistakes_and_hostile_bytes_have_no_effect(place: Place, caplog: pytest.
     for wrong in ({"name": ""}, {"role": "r" * 257}, {"source": bytes(1 << 20)}):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))}: "):
             client.join(**{"name": "p0", "role": "prefill", **wrong})
-    with pytest.raises(ValueError, match="timeout_s: 0 came"):
-        kv.Directory(place.engines[0], timeout_s=0)
-    for address in (b"", b"{}", b"[]", b'{"address": "AA==", "pool": 1, "timeout_s": 1}'):
+    for timeout_s in (0, -1.0, math.nan, math.inf, 1e12):
+        with pytest.raises(ValueError, match=f"timeout_s: {timeout_s} came"):
+            kv.Directory(place.engines[0], timeout_s=timeout_s)
+    forever = json.dumps({**json.loads(directory.address), "timeout_s": math.inf}).encode()
+    for address in (b"", b"{}", b"[]", b'{"address": "AA==", "pool": 1, "timeout_s": 1}', forever):
         with pytest.raises(ValueError, match=r"directory: .* came"):
             kv.DirectoryClient(place.engines[0], address)
     to, pool = place.engines[0].main_address(), json.loads(directory.address)["pool"]
     entry = directory.entries()[0].encode()
     random.seed(1)
     hostile = [random.randbytes(100), b"[" * 3000, b"7", json.dumps({"kind": "here", "answers": 1}).encode()]
+    hostile.append(b'{"kind": "list", "answers": Infinity, "number": 1}')
     for name, value in (
         ("name", 7),
         ("load", "1"),
         ("load", math.inf),
+        ("load", 10**400),
         ("source", "x"),
         ("began_ns", 1.5),
         ("role", ""),

@@ -19,6 +19,7 @@ from tests.project.checkout import ROOT
 pytest.importorskip(
     "putget_transfer._native", reason="putget_transfer is not built: it needs cargo (see `make transfer`)"
 )
+import numpy as np
 import torch
 
 import putget_transfer as pt
@@ -60,6 +61,14 @@ def test_versions_arrive_whole(make: Callable[..., Cluster], commit: str) -> Non
         assert not report["failed"]
     assert "putget_weights_rollout_updates_total 3" in cluster.rollouts[0].metrics_text()
     assert "putget_weights_trainer_updates_total 3" in cluster.trainer.metrics_text()
+
+
+def test_a_version_may_be_an_integer_of_numpy(make: Callable[..., Cluster]) -> None:
+    cluster = make()
+    cluster.source.set(1)
+    update = cluster.controller.update(np.int64(1), DEADLINE_S)  # type: ignore[arg-type]
+    assert json.loads(update.to_json())["trainers"]["0"]["version"] == 1
+    assert cluster.versions() == [[1]] * 2
 
 
 def test_swap_serves_the_old_version_until_commit(make: Callable[..., Cluster]) -> None:

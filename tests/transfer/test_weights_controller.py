@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -82,6 +83,44 @@ def test_without_a_replica_left_the_reasons_are_told_at_once(make: Callable[...,
     assert cluster.versions() == [[0]] * 4
     del cluster.trainer.publish
     cluster.source.set(2)
+    assert cluster.controller.update(2, DEADLINE_S).committed == ["replica 0", "replica 1"]
+
+
+def test_an_interrupted_update_is_given_up_and_the_next_one_arrives(make: Callable[..., Cluster]) -> None:
+    cluster = make(replicas=2)
+    trainer: Any = cluster.trainer
+    task, calls = trainer._task, []
+
+    def interrupts(*arguments: Any) -> None:
+        calls.append(arguments)
+        if len(calls) == 1:
+            _thread.interrupt_main()
+            time.sleep(0.2)
+        task(*arguments)
+
+    trainer._task = interrupts
+    cluster.source.set(1)
+    with pytest.raises(KeyboardInterrupt):
+        cluster.controller.update(1, LONG_S)
+    assert [rollout.landing for rollout in cluster.rollouts] == [None] * 4
+    assert cluster.versions() == [[0]] * 4
+    cluster.source.set(2)
+    assert cluster.controller.update(2, DEADLINE_S).committed == ["replica 0", "replica 1"]
+    assert cluster.versions() == [[2]] * 4
+
+
+def test_a_replica_that_has_joined_since_is_not_said_to_have_the_version(make: Callable[..., Cluster]) -> None:
+    cluster = make(replicas=2)
+    cluster.controller.leave("replica 1")
+    cluster.source.set(1)
+    assert cluster.controller.update(1, DEADLINE_S).committed == ["replica 0"]
+    cluster.controller.join("replica 1", cluster.rollouts[2:])
+    again = cluster.controller.update(1, DEADLINE_S)
+    assert again.committed == ["replica 0"]
+    assert again.failed == {"replica 1": "it has joined since, and gets the next one"}
+    assert cluster.versions() == [[1], [1], [0], [0]]
+    cluster.source.set(2)
+    assert cluster.controller.update(2, DEADLINE_S).committed == ["replica 0", "replica 1"]
     assert cluster.controller.update(2, DEADLINE_S).committed == ["replica 0", "replica 1"]
 
 

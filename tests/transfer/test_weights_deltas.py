@@ -197,3 +197,10 @@ def test_mistakes_are_named(make: Callable[..., Cluster]) -> None:
         plain.trainer.publish(2, DEADLINE_S, offers=[], since=1)
     with pytest.raises(ValueError, match="since: 2 came for version 2"):
         cluster.trainer.publish(2, DEADLINE_S, offers=[], since=2)
+
+
+def test_an_inbox_of_less_than_nothing_is_refused(make: Callable[..., Cluster]) -> None:
+    cluster = make()
+    slots = weights.record(cluster.engines[0], weights.checkpoint(cluster.params))
+    with pytest.raises(ValueError, match="delta_bytes: -1000 came; bytes from 0 on are allowed"):
+        weights.Rollout(cluster.own[1], slots, cluster.schedule, 0, delta_bytes=-1000)

@@ -92,3 +92,9 @@ def test_an_unsound_inbox_is_refused() -> None:
         ):
             with pytest.raises(ValueError, match="without a sound inbox"):
                 Delta({"inbox": [*sound[:at], wrong, *sound[at + 1 :]], "imm": 5})
+
+
+@pytest.mark.parametrize("wrong", [7, None, {0: b""}, [b""]])
+def test_what_is_no_bytes_is_no_offer(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=f"offers: {type(wrong).__name__} came"):
+        read_offer(wrong)

@@ -109,6 +109,11 @@ def test_parameters_that_no_checkpoint_has_are_named_or_ignored() -> None:
         weights.record(model, weights.describe({"b": torch.zeros(4)}, rank=0))
     with pytest.raises(ValueError, match="no parameter is called 'b'"):
         weights.checkpoint(entries, quantised=["b"])
+    norm = weights.Param("norm", (8,), "float32", weights.Layout(()))
+    with pytest.raises(ValueError, match=r"quantised: 'norm' of shape \(8,\) came; blocks have 2 dimensions"):
+        weights.checkpoint([norm], quantised=["norm"])
+    with pytest.raises(ValueError, match="scale: 'e8m0' came"):
+        weights.checkpoint([norm], scale="e8m0")
 
 
 def test_quantised_parameters_have_slots_for_values_and_scales() -> None:

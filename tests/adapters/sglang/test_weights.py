@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import base64
 import pickle
+import socket
+import threading
+import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +19,15 @@ import pytest
 pytest.importorskip(
     "putget_transfer._native", reason="putget_transfer is not built: it needs cargo (see `make transfer`)"
 )
+import numpy as np
 import torch
 
 from putget_transfer import weights
+from putget_transfer.adapters.options import Options
+from putget_transfer.adapters.rendezvous import Rendezvous
+from putget_transfer.adapters.sender import Sender
 from putget_transfer.adapters.sglang.weights import LOADER, Trainer, TrainerInit, load, worker
+from putget_transfer.adapters.sglang.weights.client import HTTPClient, done
 from tests.transfer import weights_models as models
 
 TP, DEADLINE_S = 2, 60.0
@@ -148,6 +157,7 @@ def test_a_scheduler_that_fails_keeps_all_from_the_version(trainer: Make, monkey
     source.set(3)
     sender.send_weights(3)
     assert server.versions() == [[3]] * TP
+    assert not [version for version in (1, 2) if sender.rendezvous.has(f"offers/{version}/0")]
 
 
 def test_a_trainer_that_fails_leaves_the_old_version(trainer: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,6 +176,41 @@ def test_a_trainer_that_fails_leaves_the_old_version(trainer: Make, monkeypatch:
     source.set(5)
     sender.send_weights(5)
     assert server.versions() == [[5]] * TP
+
+
+def test_a_version_that_was_not_announced_leaves_the_next_ones_alone(
+    trainer: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, server, source = trainer()
+    with monkeypatch.context() as patched:
+        patched.setattr(sender.rendezvous, "put", _raises("no memory"))
+        with pytest.raises(RuntimeError, match="no memory"):
+            sender.send_weights(1)
+    source.set(2)
+    sender.send_weights(np.int64(2))  # type: ignore[arg-type]
+    assert server.versions() == [[2]] * TP
+
+
+def test_no_trainer_rank_takes_an_interrupted_version_for_sent() -> None:
+    store = Rendezvous.open("127.0.0.1", 0, holds=True, timeout_s=DEADLINE_S)
+    store.put("offers/1/0", {})
+
+    def interrupted(*_arguments: Any, **_options: Any) -> None:
+        raise KeyboardInterrupt
+
+    def published(version: int, _deadline_s: float, **_options: Any) -> weights.Report:
+        return weights.Report(version, 1)
+
+    senders = [Sender("SGLang", rank, 2, 1, store, Options(networks="host").engine("cpu")) for rank in range(2)]
+    for sender, publish in zip(senders, (interrupted, published), strict=True):
+        sender.trainer = SimpleNamespace(publish=publish)
+    end = time.monotonic() + DEADLINE_S
+    with pytest.raises(KeyboardInterrupt):
+        senders[0].send(1, end)
+    with pytest.raises(weights.UpdateFailed, match="trainer rank 0: KeyboardInterrupt"):
+        senders[1].send(1, end)
+    for sender in senders:
+        sender.close()
 
 
 def test_a_version_that_may_be_in_force_is_told_so(trainer: Make) -> None:
@@ -208,6 +253,32 @@ def test_mistakes_are_named() -> None:
             Trainer(init, {}, clients)
     with pytest.raises(ValueError, match=r"'q.weight' came; a trainer of putget sends 'putget'"):
         load(server.models[0], [("q.weight", torch.zeros(1))])
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{}",
+        b"HTTP/1.1 500 Oh\r\nContent-Length: 100\r\n\r\n{}",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nnope",
+        b"what\r\n\r\n",
+    ],
+)
+def test_a_server_that_breaks_off_is_named(answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listens:
+
+        def serve() -> None:
+            connection, _ = listens.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(answer)
+
+        serving = threading.Thread(target=serve)
+        serving.start()
+        url = f"http://127.0.0.1:{listens.getsockname()[1]}"
+        with pytest.raises(weights.UpdateFailed, match=f"{url}/begin_weight_update|/begin_weight_update: 'nope' came"):
+            done(HTTPClient(url, timeout_s=DEADLINE_S), "/begin_weight_update", {})
+        serving.join()
 
 
 def test_parameters_that_do_not_fit_are_named_and_the_server_goes_on() -> None:

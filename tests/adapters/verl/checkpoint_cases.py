@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -167,6 +168,18 @@ def an_actor_that_fails_leaves_the_old_version() -> None:
         found.close()
 
 
+def actors_try_again_where_the_first_version_has_failed() -> None:
+    for failing in range(ACTORS):
+        found = Cluster()
+        found.actors[failing].fails = "layers.1.o.weight"
+        with pytest.raises((RuntimeError, weights.UpdateFailed), match=r"the GPU with layers\.1\.o\.weight is lost"):
+            found.send(1)
+        found.actors[failing].fails = ""
+        found.send(2)
+        assert found.versions() == [[2]] * WORKERS
+        found.close()
+
+
 def a_worker_that_fails_keeps_all_from_the_version() -> None:
     found = Cluster()
     found.send(1)
@@ -183,6 +196,39 @@ def a_worker_that_fails_keeps_all_from_the_version() -> None:
 
 def _lost(*_arguments: Any) -> None:
     raise RuntimeError("out of memory")
+
+
+def a_version_that_nobody_waits_for_any_more_goes_on_alone() -> None:
+    from putget_transfer.adapters.verl import PutgetCheckpointEngine
+
+    actor = PutgetCheckpointEngine(1 << 20, is_master=True, networks="host", deadline_s=2.0)
+    worker = PutgetCheckpointEngine(1 << 20, networks="host", deadline_s=2.0)
+    topologies = PutgetCheckpointEngine.build_topology(1, 1, [actor.prepare(), worker.prepare()])
+    for engine, topology in zip((actor, worker), topologies, strict=True):
+        engine.init_process_group(**{name: values[0] for name, values in topology.items()})
+    goes_on = threading.Event()
+
+    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+        assert goes_on.wait(DEADLINE_S)
+        yield "w", torch.ones(4)
+
+    async def received() -> None:
+        async for _ in worker.receive_weights():
+            pass
+
+    async def again() -> None:
+        for call in (lambda: actor.send_weights(gathered()), received):
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(call(), 0.2)
+        with pytest.raises(ValueError, match="send_weights: it came while another version is being sent"):
+            await actor.send_weights([])
+        with pytest.raises(ValueError, match="receive_weights: it came while another version is being received"):
+            await received()
+        goes_on.set()
+
+    asyncio.run(again())
+    for engine in (actor, worker):
+        engine._close()
 
 
 def changes_go_alone() -> None:
@@ -208,7 +254,9 @@ CASES: tuple[Callable[[], None], ...] = (
     versions_arrive,
     replicas_join_and_leave,
     an_actor_that_fails_leaves_the_old_version,
+    actors_try_again_where_the_first_version_has_failed,
     a_worker_that_fails_keeps_all_from_the_version,
+    a_version_that_nobody_waits_for_any_more_goes_on_alone,
     changes_go_alone,
     mistakes_are_named,
 )

@@ -275,6 +275,37 @@ def a_trainer_that_fails_leaves_the_old_version() -> None:
             assert found.client.versions() == [[3]] * 2
 
 
+def no_trainer_rank_takes_an_interrupted_version_for_sent() -> None:
+    with cluster([divided(rank, 2) for rank in range(2)]) as found:
+        found.send(1)
+
+        def interrupted(*_arguments: Any) -> None:
+            raise KeyboardInterrupt
+
+        for at, name in enumerate(("update_weights", "finish_weight_update")):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(found.client, name, interrupted, raising=False)
+                results = found.send(2 + at)
+            assert isinstance(results[0], KeyboardInterrupt), results
+            assert isinstance(results[1], weights.UpdateFailed), results
+            assert "KeyboardInterrupt" in str(results[1])
+        assert not [result for result in found.send(4) if isinstance(result, BaseException)]
+        assert found.client.versions() == [[4]] * WORKERS
+
+
+def nothing_is_kept_of_versions_that_are_over() -> None:
+    with cluster([divided(rank, 2) for rank in range(2)]) as found:
+        store = found.ranks[0].rendezvous
+        found.send(1)
+        found.send(5)
+        found.sources[1].fails = next(iter(models.shapes()))
+        assert all(isinstance(result, BaseException) for result in found.send(6))
+        found.sources[1].fails = ""
+        assert not [result for result in found.send(10) if isinstance(result, BaseException)]
+        kept = [version for version in (1, 5, 6) for key in ("offers", "vote") if store.has(f"{key}/{version}/0")]
+        assert not kept, kept
+
+
 def a_worker_that_fails_keeps_all_from_the_version() -> None:
     with cluster([whole()]) as found:
         found.send(1)
@@ -377,6 +408,8 @@ CASES = (
     modules_arrive,
     changes_arrive_alone,
     a_trainer_that_fails_leaves_the_old_version,
+    no_trainer_rank_takes_an_interrupted_version_for_sent,
+    nothing_is_kept_of_versions_that_are_over,
     a_worker_that_fails_keeps_all_from_the_version,
     a_torn_model_answers_nothing_until_an_update_is_complete,
     another_trainer_goes_on_after_one_that_died_in_the_middle,

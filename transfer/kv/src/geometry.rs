@@ -13,6 +13,10 @@ use crate::codec::{Reader, Result as Decoded, Writer};
 const MOST_REGIONS: usize = 16_384;
 const MOST_PAGE_TOKENS: u32 = 1 << 20;
 const MOST_HEADS: u32 = 1 << 16;
+/// The word that says how far a step is has 16 bits for the number of layers that are done.
+const LAST_LAYER: u32 = u16::MAX as u32 - 1;
+/// A request has one list of pages for each group, and for each number below the highest.
+const LAST_GROUP: u32 = MOST_REGIONS as u32 - 1;
 
 /// The order of a cache's dimensions, outermost first: layers (L), pages (B), heads (H), tokens of a page (N), and the bytes of one
 /// head's token (C), keys and values side by side. The names are vLLM's.
@@ -184,6 +188,10 @@ impl Region {
         let bad = |problem: String| Err(Error::argument("regions", format!("{:?}: {problem}", self.name)));
         if self.name.is_empty() || self.name.len() > 4096 {
             return bad(format!("a name of {} bytes came; 1 to 4096 are allowed", self.name.len()));
+        }
+        if self.layer > LAST_LAYER || self.group > LAST_GROUP {
+            let allowed = format!("layers 0 to {LAST_LAYER} and groups 0 to {LAST_GROUP} are allowed");
+            return bad(format!("layer {}, group {} came; {allowed}", self.layer, self.group));
         }
         let state = self.kind == Kind::State;
         if self.page_tokens == 0 || self.page_tokens > MOST_PAGE_TOKENS || state && self.page_tokens != 1 {

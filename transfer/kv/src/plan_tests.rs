@@ -382,6 +382,19 @@ fn page_lists_are_checked_by_number_range_and_repetition() {
 }
 
 #[test]
+fn layers_and_groups_have_numbers_that_can_be_told() {
+    let mut one = latent(1, 32).remove(0);
+    one.regions.truncate(1);
+    for (layer, group, allowed) in [(65_534, 0, true), (65_535, 0, false), (0, 16_383, true), (0, u32::MAX, false)] {
+        (one.regions[0].layer, one.regions[0].group) = (layer, group);
+        let words = one.check().err().map(|error| error.to_string());
+        assert_eq!(words.is_none(), allowed, "{words:?}");
+        let named = format!("layer {layer}, group {group} came");
+        assert!(words.is_none_or(|words| words.contains(&named)));
+    }
+}
+
+#[test]
 fn a_geometry_must_fit_its_memory_and_not_overlap() {
     let good = latent(1, 32).remove(0);
     assert!(good.check().is_ok());

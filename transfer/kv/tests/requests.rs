@@ -401,13 +401,12 @@ fn a_prefiller_that_never_answers_is_fenced_without_a_poll() {
         let group = decoder.group(&[source]).unwrap();
         let own = pages(&rank.cache, 0, 50, 5);
         let receive = decoder.request(&group, &wanted(ask("request1", 0, 50, 10), &own, 1)).unwrap();
-        let (sender, over) = channel();
-        receive.when_over(move || sender.send(()).unwrap());
+        let ((sender, over), asked) = (channel(), decoder.clone());
+        receive.when_over(move || sender.send(asked.quarantined()).unwrap());
         receive.cancel();
         assert!(matches!(receive.state(), Receiving::Failed(_)));
         assert_eq!(decoder.quarantined(), own.iter().map(Vec::len).sum());
-        over.recv_timeout(LONG).unwrap();
-        assert_eq!(decoder.quarantined(), 0);
+        assert_eq!(over.recv_timeout(LONG).unwrap(), 0);
         assert!(decoder.metrics_text().contains("fences_total 1"));
     }
 }

@@ -2,6 +2,7 @@
 
 mod asking;
 mod ending;
+mod locked;
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
@@ -15,6 +16,7 @@ use crate::message::{MOST_NAME, Message, Request};
 use crate::metrics::Metrics;
 use crate::plan::{Ask, Loads, Plan, plan, plan_drawn};
 use crate::{delivery, new_pool, receive_messages};
+use locked::{Due, Locked};
 
 /// Groups whose loads are kept, and prefillers that are known to have a Hello.
 const MOST_GROUPS: usize = 4096;
@@ -93,6 +95,9 @@ enum Answer {
     Ended,
 }
 
+/// A function that is told of a request's end.
+type Call = Box<dyn FnOnce() + Send>;
+
 struct Receipt {
     group: Arc<Group>,
     request: Request,
@@ -114,7 +119,7 @@ struct Receipt {
     /// Its handle is gone.
     abandoned: bool,
     /// Called when it is over.
-    calls: Vec<Box<dyn FnOnce() + Send>>,
+    calls: Vec<Call>,
 }
 
 impl Receipt {
@@ -148,6 +153,8 @@ struct State {
     /// A thread looks after requests that have failed.
     watched: bool,
     events: Events,
+    /// The calls of requests that are over: they run when the lock is free.
+    due: Vec<Call>,
 }
 
 /// Notes an event. Where nobody polls, the old ones are forgotten.
@@ -161,9 +168,9 @@ fn note<T>(events: &mut Vec<T>, event: T) {
 impl State {
     /// Tells that a request is over, and drops it if it has no handle.
     fn settle(&mut self, receive: u64) {
-        let receipt = self.receipts.get_mut(&receive).filter(|receipt| receipt.is_over());
-        let calls = receipt.map(|receipt| std::mem::take(&mut receipt.calls));
-        calls.into_iter().flatten().for_each(|call| call());
+        if let Some(receipt) = self.receipts.get_mut(&receive).filter(|receipt| receipt.is_over()) {
+            self.due.append(&mut receipt.calls);
+        }
         if self.receipts.get(&receive).is_some_and(|receipt| receipt.abandoned && receipt.is_over()) {
             self.receipts.remove(&receive);
         }
@@ -392,14 +399,11 @@ impl Receive {
         self.inner.state().receipts.get(&self.receive).map(|receipt| receipt.context.clone()).unwrap_or_default()
     }
 
-    /// Calls `call` when the request has arrived or was released; at once if it has already. The decoder is locked meanwhile: it may only
-    /// hand over to somebody else, and must not call the decoder.
+    /// Calls `call` when the request has arrived or was released; at once if it has already. It may call the decoder.
     pub fn when_over(&self, call: impl FnOnce() + Send + 'static) {
         let mut state = self.inner.state();
-        match state.receipts.get_mut(&self.receive) {
-            Some(receipt) => receipt.calls.push(Box::new(call)),
-            None => call(),
-        }
+        let State { receipts, due, .. } = &mut *state;
+        receipts.get_mut(&self.receive).map_or(due, |receipt| &mut receipt.calls).push(Box::new(call));
         state.settle(self.receive);
     }
 
@@ -412,9 +416,16 @@ impl Receive {
     /// Waits until it has arrived, or nothing can be written to its pages any more; at most `timeout`.
     pub fn wait(&self, timeout: Duration) -> Receiving {
         let end = Instant::now().checked_add(timeout);
-        let mut state = self.inner.state();
+        let mut state = self.inner.locked();
         loop {
             self.inner.tidy(&mut state);
+            if !state.due.is_empty() {
+                let due = Due::of(&mut state);
+                drop(state);
+                drop(due);
+                state = self.inner.locked();
+                continue;
+            }
             let Some(receipt) = state.receipts.get(&self.receive) else {
                 return Receiving::Released("it is over".into());
             };
@@ -444,8 +455,12 @@ fn places(pages: &[Vec<u64>]) -> impl Iterator<Item = (usize, u64)> + Clone {
 }
 
 impl Inner {
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn locked(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn state(&self) -> Locked<'_> {
+        Locked::new(self.locked())
     }
 
     /// Plans a request so that the sources of its group send as much as each other, and returns the draw that says how.

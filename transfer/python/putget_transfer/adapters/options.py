@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -11,6 +12,8 @@ from typing import Any
 import putget_transfer as pt
 
 NETWORKS = ("tcp", "host", "nvlink", "verbs")
+COUNTS = {"segment_tokens": (1 << 64) - 1, "max_requests": (1 << 32) - 1}
+"""Options that are whole numbers, and the most that each may be."""
 VARIABLE = "PUTGET_KV_OPTIONS"
 """The environment's variable with options in JSON, for engines that have no place for them."""
 
@@ -57,7 +60,9 @@ class Options:
         for name, value in given.items():
             if name not in known:
                 raise ValueError(f"{where}: {name!r} came; {', '.join(known)} are known")
-            number = isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+            kinds = (int,) if name in COUNTS else (int, float)
+            number = isinstance(value, kinds) and not isinstance(value, bool)
+            number = number and 0 < value <= COUNTS.get(name, math.inf)
             if not (value is None or isinstance(value, str) if name in ("networks", "address") else number):
                 raise ValueError(f"{where}: {name} {value!r} came; it does not fit")
         options = cls(**given)

@@ -26,7 +26,11 @@ GRACE_S = 15.0
 
 
 class Sender:
-    """Sends versions of a model, and decides on rank 0 whether they come into force."""
+    """Sends versions of a model, and decides on rank 0 whether they come into force.
+
+    Attributes:
+        begun: It has planned with all others (`begin`).
+    """
 
     def __init__(
         self,
@@ -53,7 +57,9 @@ class Sender:
         self.name, self.rank, self.num_trainers, self.num_workers = name, rank, num_trainers, num_workers
         self.rendezvous, self.engine, self.deltas = rendezvous, engine, deltas
         self.trainer: weights.Trainer
+        self.begun = False
         self.sent: int | None = None
+        self.told: int | None = None
         rendezvous.put(f"trainer/{rank}", bytes_out(engine.main_address().to_bytes()))
 
     def begin(
@@ -85,6 +91,7 @@ class Sender:
         slots = planned_slots(self.rendezvous, self.num_workers, end, watch, self.name)
         schedule = weights.plan(params, slots, unused=list(unused))
         self.trainer = weights.Trainer(self.engine, schedule, self.rank, model, deltas=self.deltas, **options)
+        self.begun = True
 
     def send(self, version: int, end: float, commit: Callable[[], None] = lambda: None) -> Report:
         """Send a version. All trainer ranks do so at the same time.
@@ -98,13 +105,18 @@ class Sender:
             UpdateFailed: It came into force in no worker, or that is not known. Why is named.
         """
         outcome = ""
+        if self.rank == 0 and self.told is not None:
+            # Also what workers said for a version that failed.
+            for what in ("offers", "vote"):
+                self.rendezvous.remove(workers(f"{what}/{self.told}", self.num_workers, self.name))
+        self.told = version
         try:
             report = self._published(version, end)
             if self.rank == 0:
                 self._decide(version, end)
                 commit()
-        except Exception as error:
-            outcome = f"trainer rank {self.rank}: {error}"
+        except BaseException as error:  # an interrupt, too: others must not take the version for one in force
+            outcome = f"trainer rank {self.rank}: {str(error) or type(error).__name__}"
             with contextlib.suppress(UpdateFailed):
                 self.rendezvous.put(f"failed/{version}", outcome)
             raise
@@ -141,9 +153,6 @@ class Sender:
         if any(votes):
             raise UpdateFailed(f"version {version}: {'; '.join(filter(None, votes))}")
         self.rendezvous.put(f"commit/{version}", "")
-        if self.sent is not None:
-            for what in ("offers", "vote"):
-                self.rendezvous.remove(workers(f"{what}/{self.sent}", self.num_workers, self.name))
 
     def close(self) -> None:
         """Close the engine. Workers keep their weights."""

@@ -8,6 +8,7 @@ and a member that is lost is forgotten after the timeout. Nobody keeps a list of
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import logging
 import math
@@ -67,6 +68,24 @@ class Entry:
         entry.check()
         return entry
 
+    @staticmethod
+    def _made(**values: Any) -> Entry:
+        """Check and return an entry of a caller's values; the source may be any bytes, and the load any number.
+
+        Raises:
+            ValueError: A value is of another type, or as `check` says.
+        """
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            values["load"] = float(values["load"])
+        if isinstance(values["source"], (bytearray, memoryview)):
+            values["source"] = bytes(values["source"])
+        for name, kind in {"name": str, "role": str, "source": bytes, "load": float, "draining": bool}.items():
+            if not isinstance(values[name], kind):
+                raise ValueError(f"{name}: {values[name]!r:.80} came; {kind.__name__} is needed")
+        entry = Entry(**values)
+        entry.check()
+        return entry
+
     def check(self) -> None:
         """Check lengths and the load.
 
@@ -92,7 +111,7 @@ def _receive(engine: Engine, hear: Any) -> int:
             if not isinstance(message, dict):
                 raise ValueError("it is no object")
             hear(peer, message)
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             _LOG.warning("a message to a directory cannot be read: %s", error)
 
     for length, count in _BUFFERS:
@@ -115,14 +134,17 @@ class Directory:
             max_members: More are refused.
 
         Raises:
-            ValueError: A number is not greater than 0.
+            ValueError: A number is not greater than 0, or the timeout is longer than threads can wait.
         """
-        for name, value in (("timeout_s", timeout_s), ("max_members", max_members)):
-            if not value > 0:
-                raise ValueError(f"{name}: {value} came; more than 0 is needed")
+        if not 0 < timeout_s <= threading.TIMEOUT_MAX:
+            most = f"at most {threading.TIMEOUT_MAX:g}"
+            raise ValueError(f"timeout_s: {timeout_s} came; more than 0 s, {most}, are allowed")
+        if not max_members > 0:
+            raise ValueError(f"max_members: {max_members} came; more than 0 is needed")
         self._engine, self._timeout_s, self._max_members = engine, timeout_s, max_members
         self._lock = threading.Lock()
-        self._entries: dict[str, tuple[Entry, float]] = {}
+        self._entries: dict[str, tuple[Entry, float, int]] = {}
+        """Members, until when they are known, and how often each has changed its entry: messages have no order."""
         self._left: dict[str, tuple[int, float]] = {}
         """When members began that have left, and how long that is remembered: what they said before may come later."""
         self._pool = _receive(engine, self._hear)
@@ -137,12 +159,12 @@ class Directory:
         """Return the members of a role, or all: those with the lowest load first, and those that drain last."""
         with self._lock:
             self._forget()
-            found = [entry for entry, _ in self._entries.values() if role in (None, entry.role)]
+            found = [entry for entry, *_ in self._entries.values() if role in (None, entry.role)]
         return sorted(found, key=lambda entry: (entry.draining, entry.load, entry.name))
 
     def _forget(self) -> None:
         now = time.monotonic()
-        for name in [name for name, (_, until) in self._entries.items() if until <= now]:
+        for name in [name for name, (_, until, _) in self._entries.items() if until <= now]:
             _LOG.warning("%s was not heard of for %g s and is forgotten", name, self._timeout_s)
             del self._entries[name]
         for name in [name for name, (_, until) in self._left.items() if until <= now]:
@@ -158,10 +180,10 @@ class Directory:
                 self._answer(peer, pool, {"number": number, "of": 0})
             return
         entry = Entry.decode(message["entry"])
-        refusal = self._leave(entry) if kind == "leave" else self._enter(entry)
+        refusal = self._leave(entry) if kind == "leave" else self._enter(entry, int(message.get("changes", 0)))
         self._answer(peer, pool, {"number": number, "of": 0, "refusal": refusal})
 
-    def _enter(self, entry: Entry) -> str | None:
+    def _enter(self, entry: Entry, changes: int) -> str | None:
         """Take an entry, or return why not."""
         with self._lock:
             self._forget()
@@ -172,7 +194,9 @@ class Directory:
                 return f"there are {self._max_members} members"
             if before is not None and before[0].began_ns > entry.began_ns:
                 return f"another member has the name {entry.name!r}"
-            self._entries[entry.name] = entry, time.monotonic() + self._timeout_s
+            if before is not None and (before[0].began_ns, before[2]) > (entry.began_ns, changes):
+                entry, changes = before[0], before[2]
+            self._entries[entry.name] = entry, time.monotonic() + self._timeout_s, changes
             return None
 
     def _leave(self, entry: Entry) -> str | None:
@@ -201,7 +225,7 @@ class Member:
 
     def __init__(self, client: DirectoryClient, entry: Entry) -> None:
         """Keep a place; `DirectoryClient.join` makes one."""
-        self._client, self.entry = client, entry
+        self._client, self.entry, self._changes = client, entry, 0
         self.refusal: str | None = None
         """Why the directory has struck this member out: another one has its name."""
 
@@ -219,10 +243,17 @@ class Member:
             ValueError: As `DirectoryClient.join`.
         """
         values = {"role": role, "source": source, "load": load, "draining": draining}
-        changed = Entry(**{**asdict(self.entry), **{name: new for name, new in values.items() if new is not None}})
-        changed.check()
-        self.entry = changed
-        self._client._say("here", changed)
+        with self._client._changed:
+            changed = Entry._made(
+                **{**asdict(self.entry), **{name: new for name, new in values.items() if new is not None}}
+            )
+            self.entry, self._changes = changed, self._changes + 1
+            fields = self.fields()
+        self._client._say("here", changed, **fields)
+
+    def fields(self) -> dict[str, Any]:
+        """Return what the directory is told, by name."""
+        return {"entry": self.entry.encode(), "changes": self._changes}
 
     def leave(self) -> None:
         """Leave the directory. If it cannot be told, it forgets this member after its timeout."""
@@ -254,7 +285,9 @@ class DirectoryClient:
             found = json.loads(directory)
             self._address = NetAddr.from_bytes(base64.b64decode(found["address"]))
             self._pool, self._timeout_s = int(found["pool"]), float(found["timeout_s"])
-        except (ValueError, TypeError, KeyError) as error:
+            if not 0 < self._timeout_s <= threading.TIMEOUT_MAX:
+                raise ValueError(f"timeout_s: {self._timeout_s} came")
+        except (ValueError, TypeError, KeyError, OverflowError) as error:
             raise ValueError(f"directory: {directory[:40]!r} came; an address of a directory is needed") from error
         self._engine = engine
         self._changed = threading.Condition()
@@ -277,10 +310,7 @@ class DirectoryClient:
             ValueError: The name or the role is empty or too long, the source is too long, or the directory refuses.
             TimeoutError: The directory does not answer within its timeout.
         """
-        entry = Entry(
-            name=name, role=role, source=bytes(source), load=float(load), draining=False, began_ns=time.time_ns()
-        )
-        entry.check()
+        entry = Entry._made(name=name, role=role, source=source, load=load, draining=False, began_ns=time.time_ns())
         answers = self._ask("here", self._timeout_s, entry=entry.encode())
         if answers[0].get("refusal"):
             raise ValueError(f"name: {name!r} came; the directory refuses it: {answers[0]['refusal']}")
@@ -346,32 +376,32 @@ class DirectoryClient:
                     _LOG.warning("%s is no member any more: %s", member.entry.name, member.refusal)
                     del self._members[member.entry.name]
 
-    def _say(self, kind: str, entry: Entry) -> None:
+    def _say(self, kind: str, of: Entry, **fields: Any) -> None:
         """Say something of a member whose answer nobody waits for; the member's number is the entry's."""
         try:
-            self._post(kind, entry.began_ns, entry=entry.encode())
+            self._post(kind, of.began_ns, **fields)
         except EngineError as error:
-            _LOG.warning("a directory was not told of %s: %s", entry.name, error)
+            _LOG.warning("a directory was not told of %s: %s", of.name, error)
 
     def _drop(self, member: Member) -> None:
         with self._changed:
             if self._members.get(member.entry.name) is member:
                 del self._members[member.entry.name]
             self._changed.notify_all()
-        self._say("leave", member.entry)
+        self._say("leave", member.entry, **member.fields())
 
     def _beat(self) -> None:
         """Say again and again that members are there, until there are none."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: not self._members, self._timeout_s / _BEATS)
-                entries = [member.entry for member in self._members.values()]
-                if not entries:
+                told = [(member.entry, member.fields()) for member in self._members.values()]
+                if not told:
                     self._thread = None
                     return
-            for entry in entries:
+            for entry, fields in told:
                 try:
-                    self._post("here", entry.began_ns, entry=entry.encode())
+                    self._post("here", entry.began_ns, **fields)
                 except EngineClosed:
                     return
                 except EngineError as error:

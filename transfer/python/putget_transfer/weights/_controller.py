@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -51,6 +52,8 @@ class Controller:
         self.trainers = list(trainers)
         self.replicas = {name: list(ranks) for name, ranks in replicas.items()}
         self.version = 0
+        self._joined: set[str] = set()
+        """Replicas that have come since that version."""
         self._busy = threading.Lock()
 
     def join(self, name: str, ranks: Sequence[Any]) -> None:
@@ -64,6 +67,7 @@ class Controller:
             if name in self.replicas:
                 raise ValueError(f"name: {name!r} came; that replica takes part already")
             self.replicas[name] = list(ranks)
+            self._joined.add(name)
         finally:
             self._busy.release()
 
@@ -77,6 +81,7 @@ class Controller:
         try:
             if self.replicas.pop(name, None) is None:
                 raise ValueError(f"name: {name!r} came; {sorted(self.replicas)} take part")
+            self._joined.discard(name)
         finally:
             self._busy.release()
 
@@ -91,7 +96,7 @@ class Controller:
         with a rank that a trainer could not write to (`Report.failed`), as soon as the trainer's report says so.
 
         Args:
-            version: The version. The one in force has no effect.
+            version: The version. The one in force has no effect; replicas that joined since are in `failed`.
             deadline_s: Time until what has not come counts as failed.
             since: The version before, of which only changes go (`Trainer.publish`).
 
@@ -99,12 +104,14 @@ class Controller:
             ValueError: An older version, or an update is running.
             UpdateFailed: No replica has the version: trainers failed, or all replicas. They are named.
         """
+        version = operator.index(version)  # reports and offers have Python's own integers
         self._between(f"version {version}")
         try:
             if version < self.version:
                 raise ValueError(f"version: {version} came; {self.version} is in force")
             if version == self.version:
-                return Update(version, committed=sorted(self.replicas))
+                late = dict.fromkeys(sorted(self._joined), "it has joined since, and gets the next one")
+                return Update(version, committed=sorted(self.replicas.keys() - late), failed=late)
             num_ranks = len(self.trainers) + sum(map(len, self.replicas.values()))
             pool = ThreadPoolExecutor(max(num_ranks, 1))
             try:
@@ -136,6 +143,7 @@ class _Running:
         self.places: dict[int, tuple[str, int]] = {}
         """Replica and number in it, by the rank of offers, which counts over all replicas."""
         self.aborts: dict[str, list[Future[Any]]] = {}
+        self.calls: list[Future[Any]] = []
 
     def left(self) -> float:
         return max(self.end - time.monotonic(), 0.0)
@@ -160,7 +168,9 @@ class _Running:
         return {name: ranks for name, ranks in self.owner.replicas.items() if name not in self.update.failed}
 
     def _all(self, call: Callable[[Any], Any], ranks: Iterable[Any]) -> list[Future[Any]]:
-        return [self.pool.submit(call, rank) for rank in ranks]
+        calls = [self.pool.submit(call, rank) for rank in ranks]
+        self.calls += calls
+        return calls
 
     def _of_replicas(self, call: Callable[[Any], Any]) -> dict[str, list[Any]]:
         """Call all ranks of the replicas that take part; a replica with a rank that raises is out."""
@@ -222,6 +232,7 @@ class _Running:
             ): number
             for number, trainer in enumerate(self.owner.trainers)
         }
+        self.calls += calls
         failed: dict[int, str] = {}
         reports: dict[int, Any] = {}
         until = self._until()
@@ -254,6 +265,22 @@ class _Running:
                 self.aborts[name] = self._all(lambda rank: rank.abort("its replica is out"), self.owner.replicas[name])
 
     def run(self) -> Update:
+        try:
+            return self._run()
+        except UpdateFailed:
+            raise
+        except BaseException:
+            self._interrupted()
+            raise
+
+    def _interrupted(self) -> None:
+        """Have all ranks give an interrupted update up: trainers end as soon as rollout ranks have shut them out."""
+        for name in self._in():
+            self._out(name, "the update was interrupted")
+        self._abort()
+        wait(self.calls, ABORT_S)
+
+    def _run(self) -> Update:
         version = self.update.version
         failed = self._publish(self._addresses())
 
@@ -278,4 +305,5 @@ class _Running:
         for name in self.update.failed:
             self.owner.replicas.pop(name, None)
         self.owner.version = version
+        self.owner._joined.clear()
         return self.update

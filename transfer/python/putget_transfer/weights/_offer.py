@@ -82,6 +82,8 @@ def read_offer(offer: bytes) -> dict[str, Any]:
     Raises:
         ValueError: For anything else.
     """
+    if not isinstance(offer, (bytes, bytearray, str)):
+        raise ValueError(f"offers: {type(offer).__name__} came; a list of what `Rollout.expect` has returned is needed")
     try:
         found = json.loads(offer)
         if not all(type(found[name]) is kind for name, kind in _FIELDS.items()):

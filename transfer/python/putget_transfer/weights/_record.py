@@ -54,12 +54,19 @@ def checkpoint(
         scale_suffix: What the names of their scales end in.
 
     Raises:
-        ValueError: A name of `quantised` that no parameter has.
+        ValueError: A name of `quantised` that no parameter has, or whose parameter has no blocks; another scale.
     """
     params = list(params)
     unknown = sorted(set(quantised) - {param.name for param in params})
     if unknown:
         raise ValueError(f"quantised: no parameter is called {', '.join(map(repr, unknown[:SHOWN]))}")
+    if scale not in ("float32", "ue8m0"):
+        raise ValueError(f"scale: {scale!r} came; 'float32' and 'ue8m0' are allowed")
+    flat = [
+        f"{param.name!r} of shape {param.shape}" for param in params if param.name in quantised and len(param.shape) < 2
+    ]
+    if flat:
+        raise ValueError(f"quantised: {', '.join(flat[:SHOWN])} came; blocks have 2 dimensions")
     entries = []
     for param in params:
         if param.name in quantised:

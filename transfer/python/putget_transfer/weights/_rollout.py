@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -78,11 +79,13 @@ class Rollout:
                 while experts move, and after they have moved since the slots were recorded.
 
         Raises:
-            ValueError: Another word, a rank that the schedule does not have, or memory that differs from the
-                schedule's, which is named.
+            ValueError: Another word, less than 0 bytes, a rank that the schedule does not have, or memory that differs
+                from the schedule's, which is named.
         """
         if commit not in ("swap", "paused"):
             raise ValueError(f"commit: {commit!r} came; 'swap' and 'paused' are allowed")
+        if delta_bytes < 0:
+            raise ValueError(f"delta_bytes: {delta_bytes} came; bytes from 0 on are allowed")
         _compared(slots, schedule, rank)
         self.engine, self.slots, self.schedule, self.rank = engine, slots, schedule, rank
         self.mode, self._own_move = commit, move
@@ -162,6 +165,7 @@ class Rollout:
             UpdateFailed: A sender of an attempt that failed could not be fenced: it might still write. It is named.
         """
         self._require_open("expect")
+        version = operator.index(version)
         if version == self.version and self.state == "whole":
             return {}
         if version <= self.version:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import operator
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -155,6 +156,7 @@ class Trainer:
                 that keeps nothing. Before any write.
             UpdateFailed: The deadline came, or other trainer ranks are missing, which are named.
         """
+        version = operator.index(version)
         read = [self._read(offer, version) for offer in offers]
         places = [Place(offer["rank"], offer["imm"], offer["memory"], offer["descs"]) for offer in read]
         inboxes = {offer["rank"]: Delta(offer) if offer["inbox"] else None for offer in read}

@@ -7,11 +7,12 @@ the host, and each rollout worker has memory for all. A worker yields nothing be
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from verl.checkpoint_engine.base import CheckpointEngine
@@ -24,6 +25,7 @@ from putget_transfer.weights import Slots, UpdateFailed, checkpoint, record
 
 NAME = "putget"
 ENGINE = "verl"
+_Result = TypeVar("_Result")
 
 
 @dataclass
@@ -86,6 +88,7 @@ class PutgetCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self.sender: Sender | None = None
         self.receiver: Receiver | None = None
         self.tensors: dict[str, torch.Tensor] = {}
+        self.busy = threading.Lock()
 
     def prepare(self) -> dict[str, Any]:
         """Return what the others have to know."""
@@ -150,9 +153,19 @@ class PutgetCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             Bytes and seconds of this rank, for verl's metrics.
 
         Raises:
+            ValueError: Another version is being sent, maybe by a call that was cancelled: its bytes are still read.
             UpdateFailed: No rollout worker loads the version. Why is named.
         """
-        return await asyncio.to_thread(self._send, weights)
+        return await asyncio.to_thread(self._alone, "send_weights", "sent", lambda: self._send(weights))
+
+    def _alone(self, call: str, done: str, work: Callable[[], _Result]) -> _Result:
+        """Do something unless a call before is still at it: its thread goes on where its task was cancelled."""
+        if not self.busy.acquire(blocking=False):
+            raise ValueError(f"{call}: it came while another version is being {done}")
+        try:
+            return work()
+        finally:
+            self.busy.release()
 
     def _send(self, weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, float]:
         topology, store = self._joined()
@@ -164,6 +177,8 @@ class PutgetCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 engine = Options(networks=self.networks, address=self.address).engine("cpu")
                 counts = topology.num_trainers, topology.num_workers
                 self.sender = Sender(ENGINE, topology.rank, *counts, store, engine, deltas=self.delta_bytes > 0)
+            if not self.sender.begun:
+                # Also after a version that failed before all had planned: the engine keeps its address.
                 self.sender.begin(self.tensors, end, watch=watch, watermark_bytes=self.bucket_size)
             report = self.sender.send(topology.version, end)
         except BaseException as error:
@@ -187,9 +202,11 @@ class PutgetCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """Yield the tensors of a version, once it is complete in all rollout workers.
 
         Raises:
+            ValueError: Another version is being received, maybe by a call that was cancelled.
             UpdateFailed: It is not. Why is named.
         """
-        for name, tensor in (await asyncio.to_thread(self._receive)).items():
+        found = await asyncio.to_thread(self._alone, "receive_weights", "received", self._receive)
+        for name, tensor in found.items():
             yield name, tensor
 
     def _receive(self) -> dict[str, torch.Tensor]:

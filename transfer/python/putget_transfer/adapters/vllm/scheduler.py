@@ -70,10 +70,10 @@ class Scheduler:
             return
         if params.get("do_remote_decode"):
             name = params.setdefault("transfer_id", request.request_id)
-            if name in self.names.values():
-                logger.warning(
-                    "%s: transfer_id %r is another request's; it is not handed over", request.request_id, name
-                )
+            wrong = "is no request's name" if not isinstance(name, str) or not name else ""
+            if wrong or name in self.names.values():
+                wrong = wrong or "is another request's"
+                logger.warning("%s: transfer_id %r %s; it is not handed over", request.request_id, name, wrong)
                 params["do_remote_decode"] = False
                 return
             self.truncate(request)

@@ -96,6 +96,8 @@ class Worker:
         if self.steps is None:
             return
         if metadata.work:
+            # A name that ended before may have another life: its blocks wait for decoders again.
+            self.ended.difference_update(one.name for one in metadata.work)
             self.steps.begin([(one.name, one.tokens, self.layers.pages(one.blocks)) for one in metadata.work])
         else:
             self.steps.begin_without()

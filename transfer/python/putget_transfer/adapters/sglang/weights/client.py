@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import http.client
 import json
 import pickle
 import urllib.error
@@ -42,13 +43,21 @@ class HTTPClient:
             with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:
                 text = answer.read()
         except urllib.error.HTTPError as error:
-            raise UpdateFailed(f"{self.url}{path}: {error.code} {error.read().decode(errors='replace')}") from error
-        except OSError as error:
-            raise UpdateFailed(f"{self.url}{path}: {error}") from error
+            raise UpdateFailed(f"{self.url}{path}: {error.code} {_said(error)}") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise UpdateFailed(f"{self.url}{path}: {type(error).__name__}: {error}") from error
         try:
             return json.loads(text)
         except ValueError:
             return text.decode(errors="replace")
+
+
+def _said(error: urllib.error.HTTPError) -> str:
+    """Return what a server says with an error, as far as it came."""
+    try:
+        return error.read().decode(errors="replace")
+    except (OSError, http.client.HTTPException) as broken:
+        return f"{error.reason}; its words broke off: {broken}"
 
 
 def called(client: Client, calls: Sequence[dict[str, Any]], **options: Any) -> None:
@@ -79,5 +88,7 @@ def called(client: Client, calls: Sequence[dict[str, Any]], **options: Any) -> N
 def done(client: Client, path: str, body: dict[str, Any]) -> None:
     """Call an endpoint that says whether it succeeded."""
     answer = client(path, body)
+    if not isinstance(answer, dict) or "success" not in answer:
+        raise UpdateFailed(f"{path}: {answer!r:.200} came; an object that says whether it succeeded is needed")
     if not answer["success"]:
-        raise UpdateFailed(f"{path}: {answer['message']}")
+        raise UpdateFailed(f"{path}: {answer.get('message')}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -179,14 +180,14 @@ class Trainer:
             ValueError: A version that is not larger than those before, or parameters that have changed.
             UpdateFailed: It came into force in no scheduler, or it is not known whether it did. Why is named.
         """
-        version = self.version + 1 if version is None else version
+        version = self.version + 1 if version is None else operator.index(version)
         if version <= self.version:
             raise ValueError(f"version: {version} came; {self.version} has been sent")
-        self.version = version
         end = time.monotonic() + self.init.deadline_s
-        number, self.num_sent = self.num_sent, self.num_sent + 1
         if self.rank == 0:
-            self.rendezvous.put(f"next/{number}", {"version": version, "deadline_s": self.init.deadline_s})
+            self.rendezvous.put(f"next/{self.num_sent}", {"version": version, "deadline_s": self.init.deadline_s})
+        # Workers wait for each number in turn: it counts once it has been announced.
+        self.version, self.num_sent = version, self.num_sent + 1
         return self.sender.send(version, end, lambda: self._commit(version))
 
     def _commit(self, version: int) -> None:

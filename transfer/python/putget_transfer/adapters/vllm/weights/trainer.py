@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -118,6 +119,8 @@ class PutgetTrainerWeightTransferEngine(TrainerWeightTransferEngine[TrainerInit]
         self.version = 0
         self.sent: int | None = None
         """The version that is in force, where changes can go."""
+        self.told: int | None = None
+        """The version for which workers have spoken last."""
         self.sender: Any = None
         divided = source.implements_iter_local() and not (info.quantised and source.implements_iter_full())
         self.params = describe_source(source, info.num_trainers, divided=divided)
@@ -198,16 +201,16 @@ class PutgetTrainerWeightTransferEngine(TrainerWeightTransferEngine[TrainerInit]
             ValueError: A version that is not larger than those before, or parameters that have changed.
             UpdateFailed: It came into force in no worker. Why is named.
         """
-        version = self.version + 1 if version is None else version
+        version = self.version + 1 if version is None else operator.index(version)
         if version <= self.version:
             raise ValueError(f"version: {version} came; {self.version} has been sent")
         self.version = version
         end = time.monotonic() + self.info.deadline_s
         try:
             report = self._sent(version, end) if self.is_sender else self._published(version, end, lambda: None)
-        except Exception as error:
+        except BaseException as error:
             if not self.is_sender:
-                self._say(f"failed/{version}", f"trainer rank {self.rank}: {error}")
+                self._say(f"failed/{version}", f"trainer rank {self.rank}: {_words(error)}")
             raise
         if not self.is_sender:
             (outcome,) = self.rendezvous.take({f"end/{version}": "trainer rank 0"}, end + 2 * GRACE_S)
@@ -226,20 +229,23 @@ class PutgetTrainerWeightTransferEngine(TrainerWeightTransferEngine[TrainerInit]
     def _sent(self, version: int, end: float) -> Report:
         """Send as rank 0, which drives the workers."""
         problem = ""
+        self._clean()
+        self.told = version
         try:
             report = self._landed(version, end)
             self.rendezvous.put(f"commit/{version}", "")
             self.client.finish_weight_update(str(version))
-        except Exception as error:
+        except BaseException as error:  # an interrupt, too: others must not take the version for one in force
             problem = str(error)
             if isinstance(error, (UpdateFailed, ValueError)):
                 raise
-            problem = f"version {version} is not known to be in force: {self._reason(version)}{error}"
+            problem = f"version {version} is not known to be in force: {self._reason(version)}{_words(error)}"
+            if not isinstance(error, Exception):
+                raise
             raise UpdateFailed(problem) from error
         finally:
             self._say(f"end/{version}", problem)
         self.sent = version
-        self._clean(version - 1)
         return report
 
     def _landed(self, version: int, end: float) -> Report:
@@ -253,12 +259,12 @@ class PutgetTrainerWeightTransferEngine(TrainerWeightTransferEngine[TrainerInit]
             votes = self.rendezvous.take(workers(f"vote/{version}", self.info.num_workers, ENGINE), end + GRACE_S)
             if any(votes):
                 raise UpdateFailed(f"version {version}: {'; '.join(filter(None, votes))}")
-        except Exception as error:
-            problem = str(error) if isinstance(error, UpdateFailed) else f"trainer rank 0: {error}"
+        except BaseException as error:
+            problem = str(error) if isinstance(error, UpdateFailed) else f"trainer rank 0: {_words(error)}"
             self._say(f"failed/{version}", problem)
             with contextlib.suppress(Exception):  # a server that is gone has nothing to give up
                 self.client.finish_weight_update()
-            if isinstance(error, (UpdateFailed, ValueError)):
+            if isinstance(error, (UpdateFailed, ValueError)) or not isinstance(error, Exception):
                 raise
             raise UpdateFailed(f"version {version}: {problem}") from error
         return report
@@ -301,17 +307,21 @@ class PutgetTrainerWeightTransferEngine(TrainerWeightTransferEngine[TrainerInit]
             raise UpdateFailed("; ".join(f"vLLM worker {rank}: {error}" for rank, error in report.failed.items()))
         return report
 
-    def _clean(self, version: int) -> None:
-        """Take what was said for an old version out of the store."""
-        count = self.info.num_workers
-        self.rendezvous.remove(
-            [*workers(f"offers/{version}", count, ENGINE), *workers(f"vote/{version}", count, ENGINE)]
-        )
+    def _clean(self) -> None:
+        """Take what workers said for the version before out of the store, also where that failed."""
+        if self.told is not None:
+            for what in ("offers", "vote"):
+                self.rendezvous.remove(workers(f"{what}/{self.told}", self.info.num_workers, ENGINE))
 
     def shutdown(self) -> None:
         """Close the engine. Workers keep their weights."""
         self.calls.shutdown(wait=False)
         self.engine.close()
+
+
+def _words(error: BaseException) -> str:
+    """Return what an error says; an interrupt says nothing."""
+    return str(error) or type(error).__name__
 
 
 def _watch(told: Future[Any] | None) -> Callable[[], None]:
