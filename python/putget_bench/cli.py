@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import select
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -20,7 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; the process's own if None.
 
     Returns:
-        0; 1 if a result was wrong or a rank failed; 2 if the arguments are wrong; 130 after Ctrl-C.
+        0; 1 if a result was wrong, a rank failed or nobody reads the output; 2 if the arguments are wrong; 130 after
+            Ctrl-C.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
@@ -31,11 +34,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown or args.command is None:
         args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
-        return _run(args, ["putget", *arguments])
+        code = _run(args, ["putget", *arguments])
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _reader_has_gone():
+            raise
+        return _FAILED
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] not in ("rich", "matplotlib", "yaml"):
             raise
         return _complain(args, f"needs the Python package {error.name}: {_INSTALL}", _FAILED)
+    return code
+
+
+def _reader_has_gone() -> bool:
+    """True if nobody reads the output any more, as behind `| head`. What is left of it then goes nowhere."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)  # an error is reported unasked: of a pipe, that its other end is closed
+    if not poll.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def _run(args: argparse.Namespace, words: Sequence[str]) -> int:

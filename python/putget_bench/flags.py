@@ -32,7 +32,7 @@ _FLAGS = {
         )
     },
 }
-_WORDS = re.compile(rf"(?<![\w.'/-])({'|'.join(_FLAGS)})(?![\w.'/-])")
+_WORDS = re.compile(rf"(?<![\w.'/-])({'|'.join(_FLAGS)})(?![\w.'/\]-])")
 
 
 def check_numbers(args: argparse.Namespace, *names: str, low: float = 1, above: bool = False) -> None:

@@ -143,7 +143,7 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
         "the published latencies are of. No NIC is needed, and none is measured."
     )
     add = parser.add_argument
-    add("what", choices=("domains",), help="ranks of several hosts")
+    add("what", choices=("domains",), metavar="{domains}", help="ranks of several hosts")
     add("--ep_size", default="16,32,64", metavar="LIST", help="ranks, comma-separated (%(default)s)")
     add("--network", choices=(*NETWORKS, "all"), default="all", help="NIC of each rank (%(default)s)")
     add("--domain_size", type=int, default=Round.domain_size, metavar="N", help="ranks of a host (%(default)s)")

@@ -19,7 +19,7 @@ from putget_bench.flags import check_numbers, in_flags
 from putget_bench.outputs import PICTURES, check_writable
 from putget_bench.routing import read_tasks
 
-_YAML = (".yaml", ".yml")
+_SGLANG, _YAML = (".json", ".pt"), (".yaml", ".yml")
 _COUNTS = (
     "ep_size",
     "slots",
@@ -72,7 +72,7 @@ def _check_flags(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name} is given without --previous: there is nothing to move from")
     if "output_file" in given and given["output_file"] is not None:
         is_yaml = Path(args.output_file).suffix in _YAML
-        check_writable("--output_file", args.output_file, (".json", ".pt", *_YAML), "yaml" if is_yaml else None)
+        check_writable("--output_file", args.output_file, (*_SGLANG, *_YAML), "yaml" if is_yaml else None)
     check_writable("--plot", given.get("plot"), PICTURES, "matplotlib")
 
 
@@ -203,6 +203,8 @@ def _group(args: argparse.Namespace, tasks: dict[str, Ids]) -> Group:
 def _read(path: Path, num_experts: int) -> Placement:
     if path.suffix in _YAML:
         return formats.read_tensorrt_llm(path, num_experts).placement
+    if path.suffix not in _SGLANG:
+        raise ValueError(f"{path} ends in {path.suffix!r}, allowed are {', '.join(_SGLANG)}, {' and '.join(_YAML)}")
     return formats.read_sglang(path, num_experts)
 
 

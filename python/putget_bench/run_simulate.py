@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from putget_bench.domains import AGENTS, BACK_ROW_BYTES, NETWORKS, ROUTES, Network, Round, Times, published, simulate
-from putget_bench.flags import check_numbers
+from putget_bench.flags import check_numbers, in_flags
 from putget_bench.outputs import check_writable
 
 FIRST_WRITE_US, IN_DOMAIN_US = 15.0, 5.0
@@ -31,7 +31,11 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
     check_writable("--output_file", args.output_file)
     _check_flags(args)
     networks = NETWORKS.values() if args.network == "all" else [NETWORKS[args.network]]
-    results = [_result(args, network, size) for network in networks for size in _sizes(args.ep_size)]
+    sizes = _sizes(args.ep_size)
+    try:
+        results = [_result(args, network, size) for network in networks for size in sizes]
+    except ValueError as error:
+        raise ValueError(in_flags(str(error))) from error
     console = Console(width=130, highlight=False)
     console.print(_table(results))
     console.print(

@@ -15,6 +15,7 @@ APP_MODULES = tuple(
     f"{_CLI}.{name}"
     for name in ("chat_completion", "completion", "response", "systemone", "transcription", "server", "utils")
 )
+_INSTALL = "in a checkout of putget: pip install '.[serve]'"
 _MOST_PORT = 65535
 
 
@@ -67,7 +68,7 @@ class Settings:
             self._check_gpus()
         if self.num_slots is not None and self.num_slots % self.ep_size:
             raise ValueError(f"--num_slots is {self.num_slots}, expected a multiple of --ep_size, {self.ep_size}")
-        importlib.import_module("putget.adapters.transformers").require_transformers()
+        _check_transformers()
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as taken:
             taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -83,6 +84,15 @@ class Settings:
             raise ValueError(f"--ep_size is {self.ep_size}, this machine has {count} GPUs: --device cpu runs anywhere")
         if self.num_slots is not None or self.balance != "off":
             raise ValueError("--num_slots and --balance are for --device cpu: leave them out on GPUs")
+
+
+def _check_transformers() -> None:
+    from putget import BackendUnavailable
+
+    try:
+        importlib.import_module("putget.adapters.transformers").require_transformers()
+    except BackendUnavailable as error:
+        raise BackendUnavailable(f"{error}: {_INSTALL}") from error
 
 
 @contextlib.contextmanager

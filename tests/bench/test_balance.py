@@ -170,3 +170,8 @@ def test_wrong_flags_are_named(capsys: pytest.CaptureFixture[str], routing_file:
     show = ("show", wrong, "--ep_size", 2, "--num_experts", 2)
     assert "array 'code' has 3 layers, the placement 1" in refused(capsys, *show, "--routing_file", routing_file)
     assert "--ep_size is 5" in refused(capsys, "show", wrong, "--ep_size", 5, "--num_experts", 2)
+    other = refused(capsys, "show", tmp_path / "x.npz", "--ep_size", 2, "--num_experts", 2)
+    assert "allowed are .json, .pt, .yaml and .yml" in other
+    flat = tmp_path / "flat.npz"
+    np.savez(flat, code=np.zeros((4, 2), np.int32))
+    assert "integers [layers, tokens, top_k]" in refused(capsys, "plan", "--routing_file", flat, "--ep_size", 2)

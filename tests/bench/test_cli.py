@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -63,3 +64,19 @@ def test_doctor_in_a_bare_install() -> None:
     assert lines[0].split() == ["area", "what", "status", "found"]
     assert any(line.split()[:3] == ["putget", "version", "ok"] for line in lines)
     assert any(line.startswith("CPU ranks: yes.") for line in lines)
+
+
+@pytest.mark.parametrize("words", [["doctor"], ["doctor", "--json"]])
+def test_output_that_nobody_reads_ends_without_a_traceback(words: list[str]) -> None:
+    """`putget doctor | head -1` is such a call."""
+    read, write = os.pipe()
+    os.close(read)
+    code = f"import sys; from putget_bench import cli; sys.exit(cli.main({words!r}))"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True, check=False
+        )
+    finally:
+        os.close(write)
+    assert done.stderr == ""
+    assert done.returncode == 1

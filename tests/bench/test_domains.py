@@ -99,14 +99,21 @@ def test_a_table_and_a_document_are_written(capsys: pytest.CaptureFixture[str], 
     ("words", "message"),
     [
         (("--ep_size", "x"), "--ep_size is 'x'"),
-        (("--ep_size", "200"), "ep_size is 200, allowed are 2 to 128"),
-        (("--ep_size", "20"), "ep_size is 20, expected a multiple of domain_size 8"),
-        (("--ep_size", "8"), "domain_size is 8, allowed are 1 to 4"),
+        (("--ep_size", "200"), "--ep_size is 200, allowed are 2 to 128"),
+        (("--ep_size", "20"), "--ep_size is 20, expected a multiple of --domain_size 8"),
+        (("--ep_size", "8"), "--domain_size is 8, allowed are 1 to 4"),
         (("--tokens", "0"), "--tokens is 0, allowed are numbers from 1 on"),
-        (("--top_k", "33"), "top_k is 33, allowed are 1 to 32"),
-        (("--tokens", "8192", "--chunk_rows", "5"), "chunk_rows is 5, allowed are 128 to 8192"),
+        (("--top_k", "33"), "--top_k is 33, allowed are 1 to 32"),
+        (("--tokens", "8192", "--chunk_rows", "5"), "--chunk_rows is 5, allowed are 128 to 8192"),
     ],
 )
 def test_wrong_flags_are_named(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str) -> None:
     assert cli.main(["simulate", "domains", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_missing_action_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["simulate"])
+    assert ended.value.code == 2
+    assert "required: {domains}" in capsys.readouterr().err

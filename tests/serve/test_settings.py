@@ -93,3 +93,12 @@ def test_another_transformers_is_named(make: Make, version: str, monkeypatch: py
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     with pytest.raises(BackendUnavailable, match=f"transformers is installed in version {version}; .* from 5.23"):
         make().check()
+
+
+def test_without_transformers_the_message_says_how_to_install_it(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    with pytest.raises(BackendUnavailable, match=r"not installed .*: in a checkout .* pip install '\.\[serve\]'"):
+        make().check()

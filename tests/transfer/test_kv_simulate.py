@@ -78,6 +78,38 @@ def test_the_plot_has_both_models(tmp_path: Path) -> None:
     assert all(f"<!-- {model} -->" in drawn for model in MODELS)
 
 
+@pytest.mark.parametrize("option", ["--output_file", "--plot"])
+def test_a_file_that_cannot_be_written_is_refused_first(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path, reason in ((tmp_path / "no" / "x.png", "its folder does not exist"), (tmp_path, "it is a folder")):
+        with pytest.raises(SystemExit):
+            main(["simulate", option, str(path)])
+        told = capsys.readouterr()
+        assert f"{option[2:]}: {path} came; {reason}" in told.err
+        assert not told.out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["plan", "--tokens", "0"], "tokens: 0 came; at least 1"),
+        (["plan", "--decode_tp", "0"], "decode_tp: 0 came; at least 1"),
+        (["plan", "--target", "3"], "target: 3 came; decode ranks are 0 to 0"),
+        (["plan", "--target", "-1"], "target: -1 came"),
+        (["simulate", "--tokens", "8", "0"], "tokens: 0 came; each prompt has at least 1"),
+        (["simulate", "--latency_us", "-1"], "latency_us: -1 came; at least 0"),
+        (["bench", "--output_file", "no/such/folder.json"], "its folder does not exist"),
+    ],
+)
+def test_a_wrong_option_is_named_with_its_value(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(words)
+    assert told in capsys.readouterr().err
+
+
 def test_a_table_stands_in_columns(capsys: pytest.CaptureFixture[str]) -> None:
     _table.show("title", ("a", "number"), [("first", "1"), ("b", "1000000")])
     assert capsys.readouterr().out == "title\n    a   number\nfirst        1\n    b  1000000\n\n"

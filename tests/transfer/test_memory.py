@@ -228,6 +228,12 @@ NOT_WRITABLE: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.parametrize(("memory", "kind"), [(None, "NoneType"), ([1, 2], "list"), (1.5, "float")])
+def test_an_object_that_is_no_memory_is_named(memory: Any, kind: str, pair: tuple[pt.Engine, pt.Engine]) -> None:
+    with pytest.raises(TypeError, match=f"memory: {kind} came; an address, a tensor or a buffer is needed"):
+        pair[0].reg_mr(memory)
+
+
 @pytest.mark.parametrize("kind", NOT_WRITABLE)
 def test_a_buffer_that_is_not_writable_is_refused_as_a_target(kind: str, pair: tuple[pt.Engine, pt.Engine]) -> None:
     a, b = pair

@@ -53,3 +53,14 @@ def test_other_files_are_refused(tmp_path: Path, text: str, capsys: pytest.Captu
     with pytest.raises(SystemExit):
         main(["plot", str(path), str(tmp_path / "update.png")])
     assert "report" in capsys.readouterr().err
+
+
+def test_files_that_are_not_there_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "update.json"
+    for words, told in (
+        ([str(report), str(tmp_path / "update.png")], f"{report}: it cannot be read: No such file"),
+        ([str(report), str(tmp_path / "no" / "update.png")], "update.png came; its folder does not exist"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["plot", *words])
+        assert told in capsys.readouterr().err

@@ -55,6 +55,21 @@ def test_the_command_prints_a_table_and_json(capsys: pytest.CaptureFixture[str])
     rows = json.loads(capsys.readouterr().out)
     assert [row["replicas"] for row in rows] == [1, 2]
     assert rows[1]["receive_s"] == pytest.approx(2 * rows[0]["receive_s"], rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "told"),
+    [
+        ("--trainers", "0", "trainers: 0 came; at least 1"),
+        ("--replicas", "3", "replicas: 3 came; replicas divide targets, 128"),
+        ("--replicas", "0", "replicas: 0 came; replicas divide targets, 128"),
+        ("--gbit", "0", "gbit: 0.0 came; more than 0"),
+        ("--host_gbyte_s", "nan", "host_gbyte_s: nan came; more than 0"),
+    ],
+)
+def test_a_wrong_option_is_named_with_its_value(
+    option: str, value: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
-        main([*words[:-1], "3"])
-    assert "replicas divide targets" in capsys.readouterr().err
+        main(["simulate", option, value])
+    assert told in capsys.readouterr().err

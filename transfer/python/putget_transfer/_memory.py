@@ -149,7 +149,11 @@ def _cuda_array(memory: Any, device: str | None, read_only: bool) -> Located:
 
 def _buffer(memory: Any, read_only: bool) -> Located:
     # The view holds the buffer's export, so the object cannot move or resize it meanwhile.
-    view = memoryview(memory)
+    try:
+        view = memoryview(memory)
+    except TypeError:
+        kind = type(memory).__name__
+        raise TypeError(f"memory: {kind} came; an address, a tensor or a buffer is needed") from None
     if not view.c_contiguous or (view.readonly and not read_only):
         kind = "contiguous buffer" if read_only else "writable, contiguous buffer"
         raise ValueError(f"memory: {type(memory).__name__} came; a {kind} is needed")

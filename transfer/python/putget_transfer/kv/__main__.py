@@ -12,6 +12,8 @@ from putget_transfer.kv import _bench_command, _simulate_command
 from putget_transfer.kv._models import Model, geometry
 from putget_transfer.kv._native import plan
 
+AT_LEAST_ONE = ("tokens", "layers", "kv_heads", "prefill_tp", "decode_tp", "prefill_page_tokens", "decode_page_tokens")
+
 
 def _add_plan(command: argparse.ArgumentParser) -> None:
     for name, default, text in (
@@ -36,10 +38,11 @@ def _add_plan(command: argparse.ArgumentParser) -> None:
 
 
 def _show_plan(options: argparse.Namespace) -> None:
-    if min(options.prefill_tp, options.decode_tp, options.layers, options.kv_heads) < 1:
-        raise ValueError("prefill_tp, decode_tp, layers and kv_heads: each is at least 1")
-    if min(options.tokens, options.prefill_page_tokens, options.decode_page_tokens) < 1:
-        raise ValueError("tokens, prefill_page_tokens and decode_page_tokens: each is at least 1")
+    for name in AT_LEAST_ONE:
+        if getattr(options, name) < 1:
+            raise ValueError(f"{name}: {getattr(options, name)} came; at least 1 is needed")
+    if not 0 <= options.target < options.decode_tp:
+        raise ValueError(f"target: {options.target} came; decode ranks are 0 to {options.decode_tp - 1} (decode_tp)")
     model = Model(
         layers=options.layers,
         kv_heads=options.kv_heads,

@@ -9,6 +9,7 @@ import platform
 import sys
 from pathlib import Path
 
+from putget_transfer._files import check_places
 from putget_transfer.kv import _bench
 from putget_transfer.kv._simulate import MODELS
 from putget_transfer.kv._table import show
@@ -34,11 +35,12 @@ def run(options: argparse.Namespace) -> None:
     """Measure, and show what came of it.
 
     Raises:
-        ValueError: An option is out of range; it is named.
+        ValueError: An option is out of range, or a file cannot be written; the option is named.
     """
     for name in ("tokens", "rounds", "samples"):
         if getattr(options, name) < 1:
             raise ValueError(f"{name}: {getattr(options, name)} came; at least 1 is needed")
+    check_places(options, "output_file")
     shapes = {
         name: _bench.Shape(MODELS[name].model, MODELS[name].page_tokens, options.tokens) for name in options.models
     }

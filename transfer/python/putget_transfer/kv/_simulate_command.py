@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from putget_transfer._files import check_places
 from putget_transfer.kv._simulate import MODELS, NICS, PUBLISHED, Nic, Row, Setting, simulate
 from putget_transfer.kv._table import show
 
@@ -55,13 +56,16 @@ def run(options: argparse.Namespace) -> None:
     """Simulate, and show what came of it.
 
     Raises:
-        ValueError: An option is out of range; it is named.
+        ValueError: An option is out of range, or a file cannot be written; the option is named.
     """
     for name in ("chunk_tokens", "gpus", "prefill_tp", "decode_tp", "tflops"):
         if getattr(options, name) <= 0:
             raise ValueError(f"{name}: {getattr(options, name)} came; more than 0 is needed")
-    if options.latency_us < 0 or min(options.tokens) < 1:
-        raise ValueError(f"latency_us, tokens: {options.latency_us:g}, {options.tokens} came; each prompt has a token")
+    if options.latency_us < 0:
+        raise ValueError(f"latency_us: {options.latency_us:g} came; at least 0 is needed")
+    if min(options.tokens) < 1:
+        raise ValueError(f"tokens: {min(options.tokens)} came; each prompt has at least 1")
+    check_places(options, "output_file", "plot")
     setting = Setting(
         operations_per_s=options.tflops * 1e12 * options.gpus,
         chunk_tokens=options.chunk_tokens,

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from putget_transfer._files import check_places
 from putget_transfer.weights._plot import draw, read
 from putget_transfer.weights._simulate import PUBLISHED_S, Model, Row, simulate
 
@@ -21,11 +22,15 @@ def _line(row: Row) -> list[str]:
 
 
 def _run(options: argparse.Namespace) -> None:
-    numbers = (options.trainers, options.targets, options.layers, options.experts, *options.replicas)
-    if min(numbers) < 1 or any(options.targets % replicas for replicas in options.replicas):
-        raise ValueError("trainers, targets, layers, experts, replicas: at least 1 each, and replicas divide targets")
-    if min(options.gbit, options.host_gbyte_s) <= 0:
-        raise ValueError("gbit, host_gbyte_s: each is above 0")
+    for name in ("trainers", "targets", "layers", "experts"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"{name}: {getattr(options, name)} came; at least 1 is needed")
+    for replicas in options.replicas:
+        if replicas < 1 or options.targets % replicas:
+            raise ValueError(f"replicas: {replicas} came; replicas divide targets, {options.targets}")
+    for name in ("gbit", "host_gbyte_s"):
+        if not getattr(options, name) > 0:
+            raise ValueError(f"{name}: {getattr(options, name)} came; more than 0 is needed")
     model = replace(Model(), layers=options.layers, experts=options.experts)
     rows = [
         simulate(
@@ -49,6 +54,11 @@ def _run(options: argparse.Namespace) -> None:
     sys.stdout.write(f"published for Kimi-K2: {PUBLISHED_S} s; the number of replicas is not\n")
 
 
+def _plot(options: argparse.Namespace) -> None:
+    check_places(options, "picture")
+    draw(read(options.report), options.picture)
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m putget_transfer.weights", description=__doc__)
@@ -56,7 +66,7 @@ def main(words: Sequence[str] | None = None) -> int:
     command = commands.add_parser("plot", help="an update's report as a picture: stages over time, bytes by rank")
     command.add_argument("report", type=Path, help="what `Update.to_json` or `Report.to_json` returned")
     command.add_argument("picture", type=Path, help="the suffix gives the format (needs matplotlib)")
-    command.set_defaults(run=lambda options: draw(read(options.report), options.picture))
+    command.set_defaults(run=_plot)
     command = commands.add_parser("simulate", help="an update's times, by the real planner")
     command.add_argument("--trainers", type=int, default=256, help="trainer ranks (default 256)")
     command.add_argument("--targets", type=int, default=128, help="rollout ranks of all replicas (default 128)")

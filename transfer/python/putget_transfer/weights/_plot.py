@@ -15,12 +15,14 @@ def read(path: Path) -> dict[int, dict[str, Any]]:
     """Read the trainers' reports from an update's JSON (`Update.to_json`), or from that of one report.
 
     Raises:
-        ValueError: The file has neither.
+        ValueError: The file has neither, or cannot be read.
     """
     try:
         found = json.loads(path.read_text())
         reports = found["trainers"] if "trainers" in found else {str(found["rank"]): found}
         return {int(rank): dict(report) for rank, report in reports.items() if report["spans"] is not None}
+    except OSError as error:
+        raise ValueError(f"{path}: it cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: it is not the report of an update: {error!r}") from error
 
