@@ -196,6 +196,48 @@ def test_a_rank_that_dies_leaves_the_store_to_the_others() -> None:
         ranks.call(save_again, ranks=others)
 
 
+def stop_while_saving(rank: Rank, path: Path) -> str | None:
+    """A body: rank 1 stands still in the middle of a save, rank 0 saves newer bytes meanwhile, and rank 1 wakes up."""
+    with HostStore(rank.comm, SIZES, EXPERTS, timeout_s=30.0) as store:
+        blobs, _ = blobs_of(1, 2)
+
+        def in_halves(slot: int, *, out: torch.Tensor) -> None:
+            out[: len(out) // 2] = 255
+            path.write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+            out[len(out) // 2 :] = 255
+
+        said = None
+        if rank.rank == 1:
+            blobs.pack = in_halves  # type: ignore[assignment, method-assign]
+            store.save(2, 4, blobs, 0)
+        else:
+            deadline = time.monotonic() + 30
+            while not (path.exists() and path.read_text() and "(stopped)" in _state_of(path.read_text())):
+                assert time.monotonic() < deadline
+            store.write(2, 4, packed(2, 4))
+            assert torch.equal(store.view(2, 4), packed(2, 4))
+            os.kill(int(path.read_text()), signal.SIGCONT)
+        meet(rank)
+        if rank.rank == 0:
+            with pytest.raises(putget.PutgetError) as caught:
+                store.view(2, 4)
+            said = str(caught.value)
+        meet(rank)
+        return said
+
+
+def _state_of(pid: str) -> str:
+    return Path(f"/proc/{pid}/status").read_text().split("State:")[1].split("\n")[0]
+
+
+def test_a_rank_that_wakes_up_in_a_save_does_not_end_a_newer_one(tmp_path: Path) -> None:
+    """Half of the bytes are its own then: they are never taken for an expert."""
+    said, _ = run_ranks(2, stop_while_saving, tmp_path / "pid", mode="process")
+    assert "layer 2, expert 4 in the host store is not whole: the checksum of its bytes is" in said
+    assert "rank 0 saved" in said
+
+
 def mapped() -> int:
     return sum("putget-experts" in line for line in Path("/proc/self/maps").read_text().splitlines())
 

@@ -26,7 +26,8 @@ from putget.group.mesh import Disagreement
 from putget.memory import host_memory
 from putget.memory.workspace import resolve_device
 
-_EMPTY, _BEING_SAVED, _SAVED = range(3)  # the first word of a record; then checksum and rank of the writer
+_EMPTY, _BEING_SAVED, _SAVED = range(3)  # the first word of a record; then checksum, rank and number of the save
+_MOST_SAVES = (1 << 31) - 1  # their numbers begin again then
 _MOST_THREADS = 64
 
 
@@ -334,7 +335,7 @@ class HostStore:
         return part
 
     def _record(self, layer: int, expert: int) -> Tensor:
-        """int32 [3]: state, checksum, rank of the writer."""
+        """int32: state, checksum, rank of the writer, number of the save."""
         place = self._layout.place(layer, expert)
         return self._part(place.rank)[place.record : place.record + RECORD_BYTES].view(torch.int32)
 
@@ -344,7 +345,11 @@ class HostStore:
 
 
 class _Saving:
-    """Surrounds the copy of an expert into its place: a reader finds it not whole meanwhile."""
+    """Surrounds the copy of an expert into its place: a reader finds it not whole meanwhile.
+
+    A process that stood still in it may find, when it wakes up, that another one has saved the expert. Then the record
+    stays the other's, whose checksum tells whether this copy has changed the bytes.
+    """
 
     def __init__(self, store: HostStore, layer: int, expert: int) -> None:
         self._record = store._record(layer, expert)
@@ -352,6 +357,8 @@ class _Saving:
         self._rank = store.rank
 
     def __enter__(self) -> Tensor:
+        self._number = int(self._record[3]) % _MOST_SAVES + 1
+        self._record[3] = self._number
         self._record[2] = self._rank
         self._record[0] = _BEING_SAVED
         return self._place
@@ -360,8 +367,10 @@ class _Saving:
         if kind is not None:
             return  # it stays "being saved": part of it may have been written
         checksum = _checksum(self._place)
+        if (int(self._record[2]), int(self._record[3])) != (self._rank, self._number):
+            return
+        # One that stands still from here on has its bytes in place: a later save replaces them, too.
         self._record[1] = checksum - (1 << 32) if checksum >= 1 << 31 else checksum
-        self._record[2] = self._rank
         self._record[0] = _SAVED
 
 
