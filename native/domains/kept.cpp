@@ -1,5 +1,7 @@
 #include "domains/kept.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <mutex>
 #include <vector>
@@ -13,9 +15,19 @@ struct Kept {
 };
 
 // Never freed: a network's threads may count in a part until the process has ended.
+Kept* all_kept = nullptr;
+
+// A forked child has none of the threads of its parent's networks, nor whoever held the mutex: it begins with no part.
+void begin_in_child() { all_kept = new Kept; }
+
 Kept& kept() {
-  static Kept* const all = new Kept;
-  return *all;
+  static const bool made = [] {
+    all_kept = new Kept;
+    pthread_atfork(nullptr, nullptr, begin_in_child);
+    return true;
+  }();
+  (void)made;
+  return *all_kept;
 }
 
 }  // namespace

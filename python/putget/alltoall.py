@@ -677,7 +677,7 @@ class AllToAll:
         Raises:
             PeerTimeout, CapacityExceeded, ProtocolMisuse: A fault that no call has raised yet; the object is closed all
                 the same. PeerTimeout also where no fault stands and the network has not delivered to a rank of another
-                domain within ``timeout_s``; memory that it may still touch is kept until it has.
+                domain within ``timeout_s``; memory that it may still touch is kept, at least until then.
         """
         self._close(raise_unseen=True)
 

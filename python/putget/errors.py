@@ -21,7 +21,7 @@ _NEXT = {
     "dispatch": _ROUND,
     "combine": _ROUND,
     "setup": "; when they live, call the same constructor again on all ranks, or make a Communicator without them",
-    "close": ", which the network has not delivered to; memory that it may still touch is kept until it has",
+    "close": ", which the network has not delivered to; memory that it may still touch is kept, at least until then",
     "set_active_ranks": "; call it again, without those that are gone, or call recover()",
 }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -86,13 +85,10 @@ def interrupt(rank: Rank) -> None:
             raise Interrupted
 
         before = signal.signal(signal.SIGALRM, handler)
-        signal.setitimer(signal.ITIMER_REAL, 0.5)
         with pytest.raises(Interrupted):
+            signal.setitimer(signal.ITIMER_REAL, 0.3)  # wherever it comes: rank 1 does not
             a2a.combine(TWO.experts((x,), ids, weights, rank.rank))
         signal.signal(signal.SIGALRM, before)
-    else:
-        time.sleep(1.5)
-        a2a.reset_state()
     assert a2a.all_to_all.recover() == (0, 1)
     assert same_bits(round_of(a2a, rank, TWO), TWO.expected(rank.rank))
     shared.close_shared(rank.comm)

@@ -177,8 +177,8 @@ class Breaks(dict[str, Tensor]):
         return super().__getitem__(name)
 
 
-def take_back(rank: Rank, dense: Dense) -> bool:
-    """A body: a placement whose weights cannot be read to the end is taken back."""
+def take_back(rank: Rank, dense: Dense, way: str) -> bool:
+    """A body: a placement whose weights cannot be read to the end is taken back, by itself or with all weights."""
     before, after = (Placement.of(slots, 8) for slots in (range(8), [3, 1, 2, 0, 4, 5, 6, 7]))
     with make_layer(rank, dense, placement=before) as layer:
         x = dense.tokens(rank.rank, 8)
@@ -187,13 +187,18 @@ def take_back(rank: Rank, dense: Dense) -> bool:
             Breaks.reads = 0
             with pytest.raises(OSError, match="the file is gone"):
                 layer.set_placement(after, Breaks(dense.state()))
-        layer.set_placement(before, dense.state())
+        assert layer.local_experts == held_by(before, rank.rank, 2)  # as the tables still say
+        if way == "set_placement":
+            layer.set_placement(before, dense.state())
+        else:
+            layer.load_dense(dense.state())
         assert layer.local_experts == held_by(before, rank.rank, 2)
         return torch.equal(layer(x), want)
 
 
-def test_a_placement_that_could_not_be_loaded_can_be_taken_back() -> None:
-    assert run_ranks(2, take_back, Dense()) == [True, True]
+@pytest.mark.parametrize("way", ["set_placement", "load_dense"])
+def test_a_placement_that_could_not_be_loaded_can_be_taken_back(way: str) -> None:
+    assert run_ranks(2, take_back, Dense(), way) == [True, True]
 
 
 def refused(rank: Rank, dense: Dense, kept: Placement, wrong: list[tuple[Placement, dict[str, Any]]]) -> list[str]:

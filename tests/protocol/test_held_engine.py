@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import logging
+import os
+import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -106,6 +108,44 @@ def test_closing_ends_at_the_deadline(
     gc.collect()  # the ranks' networks end
     run_ranks(1, lambda rank: rank.all_to_all().close(), mode="thread")
     assert engine.live_regions(0) == 0
+
+
+def exit_code(child: int) -> int:
+    """Of a process that is killed if it does not end."""
+    found: list[int] = []
+
+    def has_ended() -> bool:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            found.append(os.waitstatus_to_exitcode(status))
+        return bool(pid)
+
+    try:
+        eventually("the child has not ended", has_ended)
+    finally:
+        if not found:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    return found[0]
+
+
+@pytest.mark.timed
+def test_a_forked_child_leaves_kept_memory_alone(engine: ctypes.CDLL, caplog: pytest.LogCaptureFixture) -> None:
+    """It has none of the threads that its parent's networks would end."""
+    caplog.set_level(logging.CRITICAL, "putget")
+    network = putget.Network("tcp", domain_size=1)
+    run_ranks(2, close_with_a_write_that_is_never_over, engine, False, mode="thread", network=network, timeout=30.0)
+    del network
+    engine.held_end()
+    gc.collect()
+    child = os.fork()
+    if child == 0:
+        try:
+            run_ranks(1, lambda rank: rank.all_to_all().close(), mode="thread", timeout=PATIENCE_S)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert exit_code(child) == 0
 
 
 @pytest.mark.usefixtures("engine")

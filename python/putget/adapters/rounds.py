@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -189,9 +188,8 @@ class Rounds:
         """The second half of ``dispatch``."""
         try:
             return self.all_to_all.dispatch_finish()
-        except BaseException:
-            if self.shared.has_fault:
-                self.shared.open_round = None
+        except BaseException as error:
+            self._note_lost(error)
             raise
 
     def routes(self) -> torch.Tensor:
@@ -362,8 +360,11 @@ class Rounds:
         self.require_open("combine")
         a2a = self.all_to_all
         taken = rows if rows is None or layout is not None else self._as_taken(rows, name, by_source)
-        with self._lost_on_error():
+        try:
             combined = a2a.combine(taken, layout=layout, out=out, addend=addend)
+        except BaseException as error:
+            self._note_lost(error)
+            raise
         self.shared.open_round = None
         return combined
 
@@ -371,26 +372,26 @@ class Rounds:
         """The first half of ``combine``: see there, and ``AllToAll.combine_start``."""
         self.require_open("combine")
         flat = None if rows is None else self._as_taken(rows, name, by_source=False)
-        with self._lost_on_error():
+        try:
             self.all_to_all.combine_start(flat)
+        except BaseException as error:
+            self._note_lost(error)
+            raise
 
     def combine_finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """The second half of ``combine``; ``out`` and errors as there."""
-        with self._lost_on_error():
+        try:
             combined = self.all_to_all.combine_finish(out=out)
+        except BaseException as error:
+            self._note_lost(error)
+            raise
         self.shared.open_round = None
         return combined
 
-    @contextlib.contextmanager
-    def _lost_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            # The round is lost, also where the handler of a signal has ended a wait; after set_active_ranks the next
-            # one may begin.
-            if isinstance(error, PutgetError) or self.shared.has_fault:
-                self.shared.open_round = None
-            raise
+    def _note_lost(self, error: BaseException) -> None:
+        """The round is lost with an error, also where the handler of a signal has ended its wait."""
+        if isinstance(error, PutgetError) or self.shared.has_fault:
+            self.shared.open_round = None
 
     def release(self) -> None:
         """Ends a round without combine, on all ranks alike; does nothing where none is open here."""

@@ -149,6 +149,7 @@ class SharedWorkspace:
         self._workspace: Workspace | None = None
         self._local: torch.Tensor | None = None
         self._open_round: weakref.ref[Any] | None = None
+        self._opened_in = 0  # how often ranks had agreed on who takes part
         self.key = key
         try:
             self._make_memory()
@@ -246,12 +247,22 @@ class SharedWorkspace:
 
     @property
     def open_round(self) -> Any:
-        """The object between its dispatch and its combine; None where it is gone: the next dispatch ends its round."""
-        return None if self._open_round is None else self._open_round()
+        """The object between its dispatch and its combine.
+
+        None where it is gone, as the next dispatch ends its round; or where ranks have agreed since, which ends it.
+        """
+        if self._open_round is None or self._opened_in != self._agreements:
+            return None
+        return self._open_round()
 
     @open_round.setter
     def open_round(self, layer: Any) -> None:
         self._open_round = None if layer is None else weakref.ref(layer)
+        self._opened_in = self._agreements
+
+    @property
+    def _agreements(self) -> int:
+        return 0 if self._workspace is None else self._workspace.agreements
 
     def require_open(self) -> None:
         """Does nothing where there is memory for a round.

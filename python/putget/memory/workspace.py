@@ -113,6 +113,7 @@ class Workspace:
         self.timeout_s = float(timeout_s)
         self.warmup_timeout_s = float(warmup_timeout_s)
         self._active = (True,) * comm.size
+        self.agreements = 0  # how often ranks have agreed on who takes part, after the first time
         self.inactive_since: dict[int, float] = {}
         self._seen_fault = False
         self.num_faults: Counter[str] = Counter()
@@ -287,6 +288,7 @@ class Workspace:
                 self._apart = "set_active_ranks failed"
                 self.across[0].join(self, self.across, members, attempt)
                 self._apart = None
+        self.agreements += 1
         logger.info("rank %d goes on with ranks %s", comm.rank, members)
 
     def checked_mask(self, mask: Sequence[bool]) -> tuple[bool, ...]:

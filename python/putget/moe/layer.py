@@ -216,6 +216,7 @@ class ExpertParallelMoE(nn.Module):
             raise
         self._lost = LostExperts(self.a2a, self._placed, bool(degraded))
         self.local_experts = _owned(self.a2a, comm.rank) if self._placed is None else self._placed.local_experts
+        self._unsure: set[int] = set()  # slots that a load has written which did not come to its end
         self.experts = kind(len(self.local_experts), hidden_size, intermediate_size, gate, place)
         self._beside = Beside(place)
         self._operator = LayerOperator(self, place)
@@ -246,7 +247,8 @@ class ExpertParallelMoE(nn.Module):
             ValueError: A tensor is missing, or has another shape; the message names it.
         """
         dense = DenseState(state, prefix)
-        load_networks(self.experts, [_name_of(expert) for expert in self.local_experts], dense)
+        load_networks(self.experts, [_name_of(expert) for expert in self.local_experts], dense, self._unsure)
+        self._unsure.clear()
         if self.shared is not None:
             load_networks(self.shared.experts, ["shared_experts"], dense)
         load_router(self.router, dense)
@@ -274,28 +276,20 @@ class ExpertParallelMoE(nn.Module):
 
         Raises:
             ValueError: The layer has no slots, the placement other sizes, or a tensor is missing; nothing has changed.
-            Exception: As `state` raises it. Slots may have lost their expert, and are -1 in `local_experts`: set this
-                placement again, or the one before, which loads them.
+            Exception: As `state` raises it. Slots may have lost their expert: set this placement again, or the one
+                before, which loads them; so does ``load_dense``.
         """
         if self._placed is None:
             raise ValueError("this layer was made without slots: its experts stay where they are")
         tables = self._placed.choose.tables_of(placement, placement_layer)
         experts = self._placed.local_of(placement, placement_layer)
         if state is not None:
-            changed = zip(experts, self.local_experts, strict=True)
-            names = [None if now == before else _name_of(now) for now, before in changed]
-            self._load_slots(names, DenseState(state, prefix))
+            held = [-1 if slot in self._unsure else expert for slot, expert in enumerate(self.local_experts)]
+            names = [None if now == before else _name_of(now) for now, before in zip(experts, held, strict=True)]
+            load_networks(self.experts, names, DenseState(state, prefix), self._unsure)
+            self._unsure.clear()
         self._placed.choose.tables.copy_(tables)
         self._note_placement(placement, placement_layer)
-
-    def _load_slots(self, names: Sequence[str | None], state: DenseState) -> None:
-        """Loads the named experts; slots of a load that fails hold none, as far as the layer knows."""
-        written: set[int] = set()
-        try:
-            load_networks(self.experts, names, state, written)
-        except BaseException:
-            self.local_experts = [-1 if slot in written else held for slot, held in enumerate(self.local_experts)]
-            raise
 
     def balanced(self) -> BalancedLayer:
         """The part of this layer that a ``putget.balancer.Balancer`` needs.

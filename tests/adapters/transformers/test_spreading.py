@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -121,6 +122,25 @@ def fail_in_passes(rank: Rank) -> int:
 @pytest.mark.timed
 def test_a_pass_that_fails_on_a_rank_is_not_waited_for() -> None:
     assert run_ranks(2, fail_in_passes, timeout=40) == [3, 3]
+
+
+def fail_in_experts(rank: Rank) -> None:
+    """A body: experts of rank 1 fail behind a dispatch, so that its pass cannot be ended; its own error comes."""
+    model = Model(layers=2)
+    found = made(rank, model, timeout_s=3.0)
+    with contextlib.suppress(putget.PutgetError), found.together():
+        if rank.rank == 1:
+            model.layers[1].forward.experts_forward = lambda *_: 1 // 0
+            with pytest.raises(ZeroDivisionError):
+                model(*batch(1, 2))
+        else:
+            model(*batch(0, 2))
+    found.end()
+
+
+@pytest.mark.timed
+def test_an_error_of_experts_is_the_one_that_comes() -> None:
+    run_ranks(2, fail_in_experts, timeout=60)
 
 
 def in_other_layers(rank: Rank) -> str:

@@ -176,6 +176,13 @@ class Spread:
                 layer.idle()
         self.end_pass(was_idle=True)
 
+    def _try_end_idle(self, num_rounds: int) -> None:
+        """The same for a pass that an error has ended, which the caller is to get, and no other one."""
+        try:
+            self._end_idle(num_rounds)
+        except Exception:
+            logger.exception("putget: rank %d cannot end its pass after an error", self.comm.rank)
+
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """Inside, each forward of the model, or of its drafts, is a pass. Ranks may make different numbers of them.
@@ -217,7 +224,7 @@ class Spread:
                 found = forward(*args, **options)
             except Exception as error:
                 if isinstance(error, ValueError) or not isinstance(error, PutgetError):
-                    self._end_idle(self._rounds - before)
+                    self._try_end_idle(self._rounds - before)
                 raise
             self.end_pass()
             return found
