@@ -84,10 +84,13 @@ def interrupt(rank: Rank) -> None:
         def handler(*_: object) -> None:
             raise Interrupted
 
-        before = signal.signal(signal.SIGALRM, handler)
-        with pytest.raises(Interrupted):
+        def combine_beside_a_timer() -> None:
             signal.setitimer(signal.ITIMER_REAL, 0.3)  # wherever it comes: rank 1 does not
             a2a.combine(TWO.experts((x,), ids, weights, rank.rank))
+
+        before = signal.signal(signal.SIGALRM, handler)
+        with pytest.raises(Interrupted):
+            combine_beside_a_timer()
         signal.signal(signal.SIGALRM, before)
     assert a2a.all_to_all.recover() == (0, 1)
     assert same_bits(round_of(a2a, rank, TWO), TWO.expected(rank.rank))

@@ -16,7 +16,7 @@ from putget_transfer.adapters.options import VARIABLE, Options
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("max_requests", 1e4),
+        ("max_requests", 1.5),
         ("max_requests", 0),
         ("max_requests", 2**32),
         ("segment_tokens", 0.5),
@@ -33,7 +33,9 @@ def test_values_that_do_not_fit_are_named(name: str, value: Any) -> None:
 
 
 def test_values_that_fit_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, '{"max_requests": 7, "segment_tokens": 64, "lease_s": 3, "networks": "tcp, host"}')
+    text = '{"max_requests": 7, "segment_tokens": 6.4e1, "lease_s": 3, "networks": "tcp, host"}'
+    monkeypatch.setenv(VARIABLE, text)
     found = Options.from_environment()
+    assert isinstance(found.segment_tokens, int)
     assert (found.max_requests, found.segment_tokens, found.lease_s) == (7, 64, 3)
     assert found.words("cpu") == ["tcp", "host"]

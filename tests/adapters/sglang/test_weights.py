@@ -154,9 +154,10 @@ def test_a_scheduler_that_fails_keeps_all_from_the_version(trainer: Make, monkey
             sender.send_weights(2)
     assert server.versions() == [[1]] * TP
     assert server.version == "1"
-    source.set(3)
-    sender.send_weights(3)
-    assert server.versions() == [[3]] * TP
+    for version in (3, 4):  # what was said of the version before stays
+        source.set(version)
+        sender.send_weights(version)
+        assert server.versions() == [[version]] * TP
     assert not [version for version in (1, 2) if sender.rendezvous.has(f"offers/{version}/0")]
 
 
@@ -188,6 +189,28 @@ def test_a_version_that_was_not_announced_leaves_the_next_ones_alone(
             sender.send_weights(1)
     source.set(2)
     sender.send_weights(np.int64(2))  # type: ignore[arg-type]
+    assert server.versions() == [[2]] * TP
+
+
+def test_a_version_whose_announcement_was_interrupted_is_given_up(
+    trainer: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers have heard of it: they give it up at once, and the next one is announced behind it."""
+    sender, server, source = trainer()
+    put = sender.rendezvous.put
+
+    def interrupted(key: str, value: Any) -> None:
+        put(key, value)
+        if key.startswith("next/"):
+            raise KeyboardInterrupt
+
+    source.set(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(sender.rendezvous, "put", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            sender.send_weights(1)
+    source.set(2)
+    sender.send_weights(2)
     assert server.versions() == [[2]] * TP
 
 

@@ -301,7 +301,8 @@ def nothing_is_kept_of_versions_that_are_over() -> None:
         found.sources[1].fails = next(iter(models.shapes()))
         assert all(isinstance(result, BaseException) for result in found.send(6))
         found.sources[1].fails = ""
-        assert not [result for result in found.send(10) if isinstance(result, BaseException)]
+        for version in (10, 11):  # those of the version before stay
+            assert not [result for result in found.send(version) if isinstance(result, BaseException)]
         kept = [version for version in (1, 5, 6) for key in ("offers", "vote") if store.has(f"{key}/{version}/0")]
         assert not kept, kept
 

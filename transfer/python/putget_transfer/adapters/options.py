@@ -57,15 +57,16 @@ class Options:
             ValueError: A name or a value is not known.
         """
         known = {field.name: field for field in fields(cls)}
+        fitting: dict[str, Any] = {}
         for name, value in given.items():
             if name not in known:
                 raise ValueError(f"{where}: {name!r} came; {', '.join(known)} are known")
-            kinds = (int,) if name in COUNTS else (int, float)
-            number = isinstance(value, kinds) and not isinstance(value, bool)
-            number = number and 0 < value <= COUNTS.get(name, math.inf)
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            number = number and 0 < value <= COUNTS.get(name, math.inf) and (name not in COUNTS or value % 1 == 0)
             if not (value is None or isinstance(value, str) if name in ("networks", "address") else number):
                 raise ValueError(f"{where}: {name} {value!r} came; it does not fit")
-        options = cls(**given)
+            fitting[name] = int(value) if name in COUNTS else value
+        options = cls(**fitting)
         wrong = [word for word in options.words("cpu") if word not in NETWORKS]
         if wrong:
             raise ValueError(f"{where}: networks {wrong} came; {', '.join(NETWORKS)} are known")

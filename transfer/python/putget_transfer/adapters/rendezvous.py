@@ -102,6 +102,18 @@ def workers(prefix: str, count: int, engine: str) -> dict[str, str]:
     return {f"{prefix}/{rank}": f"{engine} worker {rank}" for rank in range(count)}
 
 
+def forget(rendezvous: Rendezvous, told: list[int], version: int, num_workers: int, engine: str) -> None:
+    """Take what workers said for old versions out of the store, and note a new one.
+
+    That of the version before stays: a trainer rank that writes nothing may still read it, and workers may still vote
+    for one that failed.
+    """
+    for old in told[:-1]:
+        for what in ("offers", "vote"):
+            rendezvous.remove(workers(f"{what}/{old}", num_workers, engine))
+    told.append(version)
+
+
 def trainers(prefix: str, count: int) -> dict[str, str]:
     """Return the keys under which all trainer ranks say something, for `take`."""
     return {f"{prefix}/{rank}": f"trainer rank {rank}" for rank in range(count)}

@@ -13,6 +13,7 @@ from putget_transfer.adapters.rendezvous import (
     Rendezvous,
     bytes_in,
     bytes_out,
+    forget,
     params_in,
     params_out,
     planned_slots,
@@ -59,7 +60,8 @@ class Sender:
         self.trainer: weights.Trainer
         self.begun = False
         self.sent: int | None = None
-        self.told: int | None = None
+        self.told: list[int] = []
+        """Versions for which workers may have spoken: since the last but one that is in force."""
         rendezvous.put(f"trainer/{rank}", bytes_out(engine.main_address().to_bytes()))
 
     def begin(
@@ -93,24 +95,29 @@ class Sender:
         self.trainer = weights.Trainer(self.engine, schedule, self.rank, model, deltas=self.deltas, **options)
         self.begun = True
 
-    def send(self, version: int, end: float, commit: Callable[[], None] = lambda: None) -> Report:
+    def send(
+        self,
+        version: int,
+        end: float,
+        commit: Callable[[], None] = lambda: None,
+        announce: Callable[[], None] = lambda: None,
+    ) -> Report:
         """Send a version. All trainer ranks do so at the same time.
 
         Args:
             version: Its number.
             end: When (of `time.monotonic`) it has failed.
             commit: Called on rank 0 when the version has landed in all workers and is decided.
+            announce: Called first; where it fails the version does.
 
         Raises:
             UpdateFailed: It came into force in no worker, or that is not known. Why is named.
         """
         outcome = ""
-        if self.rank == 0 and self.told is not None:
-            # Also what workers said for a version that failed.
-            for what in ("offers", "vote"):
-                self.rendezvous.remove(workers(f"{what}/{self.told}", self.num_workers, self.name))
-        self.told = version
         try:
+            announce()
+            if self.rank == 0:
+                forget(self.rendezvous, self.told, version, self.num_workers, self.name)
             report = self._published(version, end)
             if self.rank == 0:
                 self._decide(version, end)
@@ -129,6 +136,7 @@ class Sender:
             if outcome:
                 raise UpdateFailed(outcome)
         self.sent = version
+        del self.told[:-2]
         return report
 
     def _published(self, version: int, end: float) -> Report:

@@ -183,12 +183,16 @@ class Trainer:
         version = self.version + 1 if version is None else operator.index(version)
         if version <= self.version:
             raise ValueError(f"version: {version} came; {self.version} has been sent")
+        self.version = version
         end = time.monotonic() + self.init.deadline_s
-        if self.rank == 0:
-            self.rendezvous.put(f"next/{self.num_sent}", {"version": version, "deadline_s": self.init.deadline_s})
-        # Workers wait for each number in turn: it counts once it has been announced.
-        self.version, self.num_sent = version, self.num_sent + 1
-        return self.sender.send(version, end, lambda: self._commit(version))
+        announce = (lambda: self._announce(version)) if self.rank == 0 else lambda: None
+        return self.sender.send(version, end, lambda: self._commit(version), announce)
+
+    def _announce(self, version: int) -> None:
+        """Tell workers of a version. They wait for each number in turn, so one that was announced counts for good."""
+        while self.rendezvous.has(f"next/{self.num_sent}"):  # also by a call that was interrupted behind its put
+            self.num_sent += 1
+        self.rendezvous.put(f"next/{self.num_sent}", {"version": version, "deadline_s": self.init.deadline_s})
 
     def _commit(self, version: int) -> None:
         """Bring a version into force that has landed in all schedulers."""

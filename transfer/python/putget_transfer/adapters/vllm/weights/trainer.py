@@ -18,6 +18,7 @@ from putget_transfer.adapters.rendezvous import (
     Rendezvous,
     bytes_in,
     bytes_out,
+    forget,
     params_out,
     planned_slots,
     workers,
@@ -119,8 +120,8 @@ class PutgetTrainerWeightTransferEngine(TrainerWeightTransferEngine[TrainerInit]
         self.version = 0
         self.sent: int | None = None
         """The version that is in force, where changes can go."""
-        self.told: int | None = None
-        """The version for which workers have spoken last."""
+        self.told: list[int] = []
+        """Versions for which workers may have spoken: since the last but one that is in force."""
         self.sender: Any = None
         divided = source.implements_iter_local() and not (info.quantised and source.implements_iter_full())
         self.params = describe_source(source, info.num_trainers, divided=divided)
@@ -229,8 +230,6 @@ class PutgetTrainerWeightTransferEngine(TrainerWeightTransferEngine[TrainerInit]
     def _sent(self, version: int, end: float) -> Report:
         """Send as rank 0, which drives the workers."""
         problem = ""
-        self._clean()
-        self.told = version
         try:
             report = self._landed(version, end)
             self.rendezvous.put(f"commit/{version}", "")
@@ -246,12 +245,14 @@ class PutgetTrainerWeightTransferEngine(TrainerWeightTransferEngine[TrainerInit]
         finally:
             self._say(f"end/{version}", problem)
         self.sent = version
+        del self.told[:-2]
         return report
 
     def _landed(self, version: int, end: float) -> Report:
         """Let a version land in all workers; if it does not, all of them give it up."""
-        self._start()
         try:
+            forget(self.rendezvous, self.told, version, self.info.num_workers, ENGINE)
+            self._start()
             left = max(end - time.monotonic(), 0.0)
             told = self.calls.submit(self.client.update_weights, {"version": version, "deadline_s": left})
             report = self._published(version, end, _watch(told))
@@ -306,12 +307,6 @@ class PutgetTrainerWeightTransferEngine(TrainerWeightTransferEngine[TrainerInit]
         if report.failed:
             raise UpdateFailed("; ".join(f"vLLM worker {rank}: {error}" for rank, error in report.failed.items()))
         return report
-
-    def _clean(self) -> None:
-        """Take what workers said for the version before out of the store, also where that failed."""
-        if self.told is not None:
-            for what in ("offers", "vote"):
-                self.rendezvous.remove(workers(f"{what}/{self.told}", self.info.num_workers, ENGINE))
 
     def shutdown(self) -> None:
         """Close the engine. Workers keep their weights."""
