@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -198,37 +199,183 @@ def _lost(*_arguments: Any) -> None:
     raise RuntimeError("out of memory")
 
 
+class Parties:
+    """Actors and rollout workers without a manager, so that each call can be cancelled or left out."""
+
+    def __init__(self, actors: int, workers: int) -> None:
+        from putget_transfer.adapters.verl import PutgetCheckpointEngine
+
+        self.kind: Any = PutgetCheckpointEngine
+        self.actors = [self.kind(1 << 20, is_master=rank == 0, **OPTIONS) for rank in range(actors)]
+        self.workers = [self.kind(1 << 20, **OPTIONS) for _ in range(workers)]
+        self.version = 0
+
+    @property
+    def engines(self) -> list[Any]:
+        return [*self.actors, *self.workers]
+
+    def topologies(self) -> list[dict[str, Any]]:
+        """Return each engine's arguments of `init_process_group` for the next version."""
+        described = [engine.prepare() for engine in self.engines]
+        sides = self.kind.build_topology(len(self.actors), len(self.workers), described)
+        sizes = (len(self.actors), len(self.workers))
+        found = [
+            {name: values[rank] for name, values in side.items()}
+            for side, size in zip(sides, sizes, strict=True)
+            for rank in range(size)
+        ]
+        self.version = found[0]["version"]
+        return found
+
+    def join(self) -> None:
+        for engine, topology in zip(self.engines, self.topologies(), strict=True):
+            engine.init_process_group(**topology)
+
+    def say(self, what: str, version: int, value: str) -> None:
+        engine = self.actors[0]
+        engine.store.of(engine.topology.session).put(f"{what}/{version}", value)
+
+    async def call(self, engine: Any, value: int, goes_on: threading.Event | None = None) -> list[float]:
+        """Send or receive, as the engine does; return what has been received."""
+        if engine in self.actors:
+            await engine.send_weights(_ones(value, len(self.actors), goes_on))
+            return []
+        return [float(tensor[0]) async for _, tensor in engine.receive_weights()]
+
+    async def all(self, value: int) -> list[Any]:
+        """Send and receive on all; return what came, or the error."""
+        return await asyncio.gather(*(self.call(engine, value) for engine in self.engines), return_exceptions=True)
+
+    async def cancelled(self, engine: Any, goes_on: threading.Event) -> None:
+        """Cancel a call in whose midst its thread is."""
+        runs, work = threading.Event(), "_send" if engine in self.actors else "_receive"
+        done = getattr(engine, work)
+
+        def noticed(*arguments: Any) -> Any:
+            runs.set()
+            return done(*arguments)
+
+        setattr(engine, work, noticed)
+        task = asyncio.create_task(self.call(engine, 2, goes_on))
+        assert await asyncio.to_thread(runs.wait, DEADLINE_S)
+        delattr(engine, work)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine._close()
+
+
+def _ones(value: int, count: int, goes_on: threading.Event | None) -> Iterator[tuple[str, torch.Tensor]]:
+    assert goes_on is None or goes_on.wait(DEADLINE_S)
+    for number in range(count):
+        yield f"w{number}", torch.ones(4) * value
+
+
+async def _free(call: Callable[[], Any]) -> Any:
+    """Repeat what is refused while a call before still runs, until it is not."""
+    end = time.monotonic() + DEADLINE_S
+    while True:
+        try:
+            return call()
+        except ValueError as error:
+            if "still runs" not in str(error) or time.monotonic() > end:
+                raise
+        await asyncio.sleep(0.01)
+
+
 def a_version_that_nobody_waits_for_any_more_goes_on_alone() -> None:
-    from putget_transfer.adapters.verl import PutgetCheckpointEngine
-
-    actor = PutgetCheckpointEngine(1 << 20, is_master=True, networks="host", deadline_s=2.0)
-    worker = PutgetCheckpointEngine(1 << 20, networks="host", deadline_s=2.0)
-    topologies = PutgetCheckpointEngine.build_topology(1, 1, [actor.prepare(), worker.prepare()])
-    for engine, topology in zip((actor, worker), topologies, strict=True):
-        engine.init_process_group(**{name: values[0] for name, values in topology.items()})
-    goes_on = threading.Event()
-
-    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
-        assert goes_on.wait(DEADLINE_S)
-        yield "w", torch.ones(4)
-
-    async def received() -> None:
-        async for _ in worker.receive_weights():
-            pass
+    found, goes_on = Parties(1, 1), threading.Event()
+    found.join()
 
     async def again() -> None:
-        for call in (lambda: actor.send_weights(gathered()), received):
-            with pytest.raises(asyncio.TimeoutError):
-                await asyncio.wait_for(call(), 0.2)
-        with pytest.raises(ValueError, match="send_weights: it came while another version is being sent"):
-            await actor.send_weights([])
-        with pytest.raises(ValueError, match="receive_weights: it came while another version is being received"):
-            await received()
-        goes_on.set()
+        try:
+            for engine in found.engines:
+                await found.cancelled(engine, goes_on)
+            refusals = [(found.actors[0], "send_weights"), (found.workers[0], "receive_weights")]
+            for engine, call in refusals:
+                with pytest.raises(ValueError, match=f"^{call}: {call} of version {found.version} still runs"):
+                    await found.call(engine, 3)
+        finally:
+            goes_on.set()
 
-    asyncio.run(again())
-    for engine in (actor, worker):
-        engine._close()
+    asyncio.run(again())  # it waits for both threads
+    # A second call for the version that runs has not ended it.
+    assert float(found.workers[0].tensors["w0"][0]) == 2.0
+    found.close()
+
+
+def others_take_part_only_once_a_cancelled_version_has_ended() -> None:
+    found, goes_on = Parties(1, 1), threading.Event()
+
+    async def replaced() -> None:
+        try:
+            found.join()
+            assert await found.all(1) == [[], [1.0]]
+            found.join()
+            running, gone = found.version, found.workers[0]
+            received = asyncio.create_task(found.call(gone, 2))
+            await found.cancelled(found.actors[0], goes_on)
+            found.workers = [found.kind(1 << 20, **OPTIONS)]
+            with pytest.raises(ValueError, match=f"^init_process_group: send_weights of version {running} still runs"):
+                found.join()
+            goes_on.set()
+            assert await received == [2.0]
+            gone._close()
+            found.workers = [found.kind(1 << 20, **OPTIONS)]
+            await _free(found.join)
+            for value in (3, 4):
+                assert await found.all(value) == [[], [float(value)]]
+                found.join()
+        finally:
+            goes_on.set()
+
+    asyncio.run(replaced())
+    found.close()
+
+
+def a_refused_call_ends_the_version_for_all() -> None:
+    for at in range(ACTORS + WORKERS):
+        found, goes_on = Parties(ACTORS, WORKERS), threading.Event()
+        asyncio.run(_refused(found, at, goes_on))
+        found.close()
+
+
+async def _refused(found: Parties, at: int, goes_on: threading.Event) -> None:
+    call, name = ("send_weights", f"actor {at}") if at < ACTORS else ("receive_weights", f"worker {at - ACTORS}")
+    found.join()
+    assert await found.all(1) == [[]] * ACTORS + [[1.0] * ACTORS] * WORKERS
+    found.join()
+    running = found.version
+    try:
+        await found.cancelled(found.engines[at], goes_on)
+        found.join()
+        errors = await found.all(3)
+        reason = f"{call}: {call} of version {running} still runs"
+        for number, error in enumerate(errors):
+            if number == at:
+                assert isinstance(error, ValueError), (at, errors)
+                assert str(error) == reason
+            else:
+                assert isinstance(error, weights.UpdateFailed), (at, errors)
+                assert f"{name}: {reason}" in str(error), (at, errors)
+    finally:
+        # Nobody else has sent or received the version that was cancelled.
+        for what in ("failed", "end"):
+            found.say(what, running, "nobody takes part")
+        goes_on.set()
+    found.join()
+    end = time.monotonic() + DEADLINE_S
+    while True:
+        results = await found.all(4)
+        if results == [[]] * ACTORS + [[4.0] * ACTORS] * WORKERS:
+            return
+        # Its thread has not noticed yet.
+        assert "still runs" in str(results[at]), results
+        assert time.monotonic() < end
+        found.join()
 
 
 def changes_go_alone() -> None:
@@ -257,6 +404,8 @@ CASES: tuple[Callable[[], None], ...] = (
     actors_try_again_where_the_first_version_has_failed,
     a_worker_that_fails_keeps_all_from_the_version,
     a_version_that_nobody_waits_for_any_more_goes_on_alone,
+    others_take_part_only_once_a_cancelled_version_has_ended,
+    a_refused_call_ends_the_version_for_all,
     changes_go_alone,
     mistakes_are_named,
 )

@@ -7,6 +7,7 @@ the host, and each rollout worker has memory for all. A worker yields nothing be
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 import uuid
@@ -52,6 +53,17 @@ class _Topology:
     port: int
 
 
+@dataclass
+class _Call:
+    """A call that sends or receives a version."""
+
+    name: str
+    version: int
+
+    def __str__(self) -> str:
+        return f"{self.name} of version {self.version}"
+
+
 class PutgetCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     """One actor's or rollout worker's engine. As long as the same ones take part, plan and memory stay."""
 
@@ -88,7 +100,9 @@ class PutgetCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self.sender: Sender | None = None
         self.receiver: Receiver | None = None
         self.tensors: dict[str, torch.Tensor] = {}
-        self.busy = threading.Lock()
+        # A call whose task was cancelled is here until its thread has ended. `guard` is for it and `topology`.
+        self.running: _Call | None = None
+        self.guard = threading.Lock()
 
     def prepare(self) -> dict[str, Any]:
         """Return what the others have to know."""
@@ -127,22 +141,27 @@ class PutgetCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         return arguments(actor_wg_world_size), arguments(rollout_world_size)
 
     def init_process_group(self, **topology: Any) -> None:
-        """Take the topology of the next version."""
+        """Take the topology of the next version.
+
+        Raises:
+            ValueError: Others take part than before, and a call still runs, maybe one that was cancelled. The topology
+                stays what it was.
+        """
         found = _Topology(**topology)
-        if self.topology is None or self.topology.session != found.session:
-            self._close()
-        self.topology = found
+        with self.guard:
+            if self.topology is None or self.topology.session != found.session:
+                if self.running is not None:
+                    raise ValueError(f"init_process_group: {self.running} still runs, with others than take part now")
+                self._close()
+            self.topology = found
 
     def finalize(self) -> None:
         """Keep memory and plan: the next version needs them."""
 
-    def _joined(self) -> tuple[_Topology, Rendezvous]:
-        if self.topology is None:
-            raise ValueError("init_process_group: it has to come before weights are sent or received")
+    def _reached(self, topology: _Topology) -> Rendezvous:
         if self.store is None:
-            address, port = self.topology.address, self.topology.port
-            self.store = Rendezvous.open(address, port, holds=False, timeout_s=self.deadline_s)
-        return self.topology, self.store.of(self.topology.session)
+            self.store = Rendezvous.open(topology.address, topology.port, holds=False, timeout_s=self.deadline_s)
+        return self.store.of(topology.session)
 
     async def send_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
@@ -153,22 +172,39 @@ class PutgetCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             Bytes and seconds of this rank, for verl's metrics.
 
         Raises:
-            ValueError: Another version is being sent, maybe by a call that was cancelled: its bytes are still read.
+            ValueError: A call before still runs, maybe one that was cancelled: its bytes are still read. Where that is
+                one for another version, this version has failed for all.
             UpdateFailed: No rollout worker loads the version. Why is named.
         """
-        return await asyncio.to_thread(self._alone, "send_weights", "sent", lambda: self._send(weights))
 
-    def _alone(self, call: str, done: str, work: Callable[[], _Result]) -> _Result:
+        def send(topology: _Topology, store: Rendezvous) -> dict[str, float]:
+            return self._send(topology, store, weights)
+
+        return await asyncio.to_thread(self._alone, "send_weights", "actor", send)
+
+    def _alone(self, name: str, role: str, work: Callable[[_Topology, Rendezvous], _Result]) -> _Result:
         """Do something unless a call before is still at it: its thread goes on where its task was cancelled."""
-        if not self.busy.acquire(blocking=False):
-            raise ValueError(f"{call}: it came while another version is being {done}")
+        with self.guard:
+            topology, running = self.topology, self.running
+            if topology is None:
+                raise ValueError("init_process_group: it has to come before weights are sent or received")
+            if running is None:
+                self.running = _Call(name, topology.version)
+        if running is not None:
+            refused = ValueError(f"{name}: {running} still runs")
+            if running.version != topology.version:
+                # The others would wait for this rank until their deadline.
+                with contextlib.suppress(UpdateFailed):
+                    _fail(self._reached(topology), topology, role, refused)
+            raise refused
         try:
-            return work()
+            return work(topology, self._reached(topology))
         finally:
-            self.busy.release()
+            self.running = None
 
-    def _send(self, weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, float]:
-        topology, store = self._joined()
+    def _send(
+        self, topology: _Topology, store: Rendezvous, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> dict[str, float]:
         end = time.monotonic() + self.deadline_s
         watch = _watch(store, topology.version, end)
         try:
@@ -182,10 +218,7 @@ class PutgetCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 self.sender.begin(self.tensors, end, watch=watch, watermark_bytes=self.bucket_size)
             report = self.sender.send(topology.version, end)
         except BaseException as error:
-            problem = f"actor {topology.rank}: {error}"
-            store.put(f"failed/{topology.version}", problem)
-            if topology.rank == 0:
-                store.put(f"end/{topology.version}", problem)
+            _fail(store, topology, "actor", error)
             raise
         return {"putget/bytes": float(report.num_bytes), "putget/seconds": report.seconds}
 
@@ -202,15 +235,15 @@ class PutgetCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """Yield the tensors of a version, once it is complete in all rollout workers.
 
         Raises:
-            ValueError: Another version is being received, maybe by a call that was cancelled.
+            ValueError: A call before still runs, maybe one that was cancelled. Where that is one for another version,
+                this version has failed for all.
             UpdateFailed: It is not. Why is named.
         """
-        found = await asyncio.to_thread(self._alone, "receive_weights", "received", self._receive)
+        found = await asyncio.to_thread(self._alone, "receive_weights", "worker", self._receive)
         for name, tensor in found.items():
             yield name, tensor
 
-    def _receive(self) -> dict[str, torch.Tensor]:
-        topology, store = self._joined()
+    def _receive(self, topology: _Topology, store: Rendezvous) -> dict[str, torch.Tensor]:
         end = time.monotonic() + self.deadline_s
         if self.receiver is None:
             watch = _watch(store, topology.version, end)
@@ -246,6 +279,14 @@ class PutgetCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self.tensors = {}
         if not self.is_master:
             self.store = None
+
+
+def _fail(store: Rendezvous, topology: _Topology, role: str, error: BaseException) -> None:
+    """Tell all others that a version has failed here."""
+    problem = f"{role} {topology.rank}: {error}"
+    store.put(f"failed/{topology.version}", problem)
+    if role == "actor" and topology.rank == 0:
+        store.put(f"end/{topology.version}", problem)
 
 
 def _watch(store: Rendezvous, version: int, end: float) -> Callable[[], None]:
