@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import _thread
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +14,7 @@ pytest.importorskip(
     "putget_transfer._native", reason="putget_transfer is not built: it needs cargo (see `make transfer`)"
 )
 from putget_transfer import weights
+from putget_transfer.weights import _controller
 from putget_transfer.weights._offer import make_offer, read_offer
 from tests.transfer.weights_cluster import DEADLINE_S, Cluster
 
@@ -86,24 +87,165 @@ def test_without_a_replica_left_the_reasons_are_told_at_once(make: Callable[...,
     assert cluster.controller.update(2, DEADLINE_S).committed == ["replica 0", "replica 1"]
 
 
-def test_an_interrupted_update_is_given_up_and_the_next_one_arrives(make: Callable[..., Cluster]) -> None:
-    cluster = make(replicas=2)
-    trainer: Any = cluster.trainer
-    task, calls = trainer._task, []
+class Interrupts:
+    """Ctrl-C while a rank's call is under way, and what comes of it."""
 
-    def interrupts(*arguments: Any) -> None:
-        calls.append(arguments)
-        if len(calls) == 1:
-            _thread.interrupt_main()
-            time.sleep(0.2)
-        task(*arguments)
+    def __init__(self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.cluster, self.monkeypatch = cluster, monkeypatch
+        self.aborted, self.waiting = threading.Event(), threading.Event()
+        self.raised = False
+        waits = _controller.wait
+        abort = cluster.rollouts[1].abort
 
-    trainer._task = interrupts
+        def wait(*arguments: Any) -> Any:
+            if self.raised and threading.current_thread() is threading.main_thread():
+                self.waiting.set()
+            return waits(*arguments)
+
+        def gives_up(reason: str) -> None:
+            abort(reason)
+            self.aborted.set()
+
+        monkeypatch.setattr(_controller, "wait", wait)
+        monkeypatch.setattr(cluster.rollouts[1], "abort", gives_up)
+
+    def handle(self, *_: Any) -> None:
+        self.raised = True
+        raise KeyboardInterrupt
+
+    def send(self) -> None:
+        ident = threading.main_thread().ident
+        assert ident is not None
+        signal.pthread_kill(ident, signal.SIGINT)
+
+    def during(self, owner: Any, name: str, until: threading.Event) -> None:
+        """Interrupt the first call of a method; it goes on after an event."""
+        call, calls = getattr(owner, name), []
+
+        def interrupts(*arguments: Any, **named: Any) -> Any:
+            calls.append(arguments)
+            if len(calls) == 1:
+                self.send()
+                assert until.wait(DEADLINE_S)
+            return call(*arguments, **named)
+
+        self.monkeypatch.setattr(owner, name, interrupts)
+
+
+@pytest.fixture
+def interrupts(make: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch) -> Iterator[Interrupts]:
+    made = Interrupts(make(replicas=2), monkeypatch)
+    before = signal.signal(signal.SIGINT, made.handle)
+    yield made
+    signal.signal(signal.SIGINT, before)
+
+
+def interrupted(cluster: Cluster, version: int) -> None:
+    """Check that an update is interrupted, after which all ranks have a version, and that the next one arrives."""
     cluster.source.set(1)
     with pytest.raises(KeyboardInterrupt):
         cluster.controller.update(1, LONG_S)
     assert [rollout.landing for rollout in cluster.rollouts] == [None] * 4
-    assert cluster.versions() == [[0]] * 4
+    assert [rollout.state for rollout in cluster.rollouts] == ["whole"] * 4
+    assert [rollout.version for rollout in cluster.rollouts] == [version] * 4
+    assert cluster.versions() == [[version]] * 4
+    assert cluster.controller.version == version
+    cluster.source.set(2)
+    assert cluster.controller.update(2, DEADLINE_S).committed == ["replica 0", "replica 1"]
+    assert cluster.versions() == [[2]] * 4
+
+
+@pytest.mark.parametrize("stage", ["expect", "ready"])
+def test_an_update_interrupted_in_a_call_of_a_rollout_rank_is_given_up(interrupts: Interrupts, stage: str) -> None:
+    # The rank is told to give up before the call has begun with anything.
+    interrupts.during(interrupts.cluster.rollouts[1], stage, interrupts.aborted)
+    interrupted(interrupts.cluster, 0)
+
+
+@pytest.mark.parametrize("call", ["address", "publish", "_task"])
+def test_an_update_interrupted_in_a_call_of_a_trainer_is_given_up(interrupts: Interrupts, call: str) -> None:
+    until = interrupts.waiting if call == "address" else interrupts.aborted
+    interrupts.during(interrupts.cluster.trainer, call, until)
+    interrupted(interrupts.cluster, 0)
+
+
+def test_an_update_interrupted_in_a_commit_is_in_force_in_the_whole_replica(interrupts: Interrupts) -> None:
+    cluster = interrupts.cluster
+    first, committed = cluster.rollouts[0].commit, threading.Event()
+    second = cluster.rollouts[1].commit
+
+    def commits(version: int) -> None:
+        first(version)
+        committed.set()
+
+    def slowly(version: int) -> None:
+        assert committed.wait(DEADLINE_S)
+        if version == 1:
+            interrupts.send()
+            assert interrupts.waiting.wait(DEADLINE_S)
+        second(version)
+
+    interrupts.monkeypatch.setattr(cluster.rollouts[0], "commit", commits)
+    interrupts.monkeypatch.setattr(cluster.rollouts[1], "commit", slowly)
+    interrupted(cluster, 1)
+    assert not interrupts.aborted.is_set()
+
+
+def test_after_a_second_interrupt_the_commits_go_on_and_nothing_else_begins(interrupts: Interrupts) -> None:
+    cluster, goes_on = interrupts.cluster, threading.Event()
+    commit = cluster.rollouts[1].commit
+
+    def slowly(version: int) -> None:
+        if version == 1:
+            interrupts.send()
+            assert interrupts.waiting.wait(DEADLINE_S)
+            interrupts.send()
+            assert goes_on.wait(DEADLINE_S)
+        commit(version)
+
+    interrupts.monkeypatch.setattr(cluster.rollouts[1], "commit", slowly)
+    cluster.source.set(1)
+    with pytest.raises(KeyboardInterrupt):
+        cluster.controller.update(1, LONG_S)
+    with pytest.raises(ValueError, match="an update is running"):
+        cluster.controller.update(2, LONG_S)
+    goes_on.set()
+    assert cluster.controller._busy.acquire(timeout=DEADLINE_S)
+    cluster.controller._busy.release()
+    assert cluster.controller.version == 1
+    assert cluster.versions() == [[1]] * 4
+    cluster.source.set(2)
+    assert cluster.controller.update(2, DEADLINE_S).committed == ["replica 0", "replica 1"]
+
+
+def test_the_next_update_waits_for_a_call_that_an_interrupt_has_left(
+    interrupts: Interrupts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, goes_on, over = interrupts.cluster, threading.Event(), threading.Event()
+    first, second = cluster.rollouts[0].expect, cluster.rollouts[1].expect
+    monkeypatch.setattr(_controller, "ABORT_S", 0.0)
+
+    def expects(version: int, *arguments: Any) -> dict[int, bytes]:
+        if version == 2:
+            goes_on.set()
+        return first(version, *arguments)
+
+    def slowly(version: int, *arguments: Any) -> dict[int, bytes]:
+        if version == 2:
+            assert over.is_set()
+            return second(version, *arguments)
+        interrupts.send()
+        assert goes_on.wait(DEADLINE_S)
+        offers = second(version, *arguments)
+        over.set()
+        return offers
+
+    monkeypatch.setattr(cluster.rollouts[0], "expect", expects)
+    monkeypatch.setattr(cluster.rollouts[1], "expect", slowly)
+    cluster.source.set(1)
+    with pytest.raises(KeyboardInterrupt):
+        cluster.controller.update(1, LONG_S)
+    assert not over.is_set()
     cluster.source.set(2)
     assert cluster.controller.update(2, DEADLINE_S).committed == ["replica 0", "replica 1"]
     assert cluster.versions() == [[2]] * 4
@@ -122,6 +264,16 @@ def test_a_replica_that_has_joined_since_is_not_said_to_have_the_version(make: C
     cluster.source.set(2)
     assert cluster.controller.update(2, DEADLINE_S).committed == ["replica 0", "replica 1"]
     assert cluster.controller.update(2, DEADLINE_S).committed == ["replica 0", "replica 1"]
+
+
+def test_a_replica_that_joins_with_the_version_in_force_has_it(make: Callable[..., Cluster]) -> None:
+    cluster = make(replicas=2)
+    cluster.source.set(1)
+    cluster.controller.update(1, DEADLINE_S)
+    cluster.controller.leave("replica 1")
+    cluster.controller.join("replica 1", cluster.rollouts[2:])
+    again = cluster.controller.update(1, DEADLINE_S)
+    assert (again.committed, again.failed) == (["replica 0", "replica 1"], {})
 
 
 class Source:

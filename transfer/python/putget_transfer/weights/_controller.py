@@ -8,8 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from concurrent.futures import TimeoutError as NoAnswer
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from putget_transfer.weights._model import UpdateFailed
@@ -55,6 +55,8 @@ class Controller:
         self._joined: set[str] = set()
         """Replicas that have come since that version."""
         self._busy = threading.Lock()
+        self._late: dict[Future[Any], Any] = {}
+        """Calls of updates before that have not ended, and their ranks."""
 
     def join(self, name: str, ranks: Sequence[Any]) -> None:
         """Add a replica, or one that was out: it gets the next version whole.
@@ -95,8 +97,12 @@ class Controller:
         A replica of which a rank fails is out, by name: the others commit, and it joins again with `join`. So is one
         with a rank that a trainer could not write to (`Report.failed`), as soon as the trainer's report says so.
 
+        An interrupt (`KeyboardInterrupt`) gives the version up in all ranks. Once they commit, it waits for that: then
+        the version is in force. A second interrupt does not wait; what is under way ends in the background.
+
         Args:
-            version: The version. The one in force has no effect; replicas that joined since are in `failed`.
+            version: The version. The one in force begins nothing. Replicas that have joined since without it are in
+                `failed`; they take part, and get the next one.
             deadline_s: Time until what has not come counts as failed.
             since: The version before, of which only changes go (`Trainer.publish`).
 
@@ -106,35 +112,55 @@ class Controller:
         """
         version = operator.index(version)  # reports and offers have Python's own integers
         self._between(f"version {version}")
+        running = None
         try:
             if version < self.version:
                 raise ValueError(f"version: {version} came; {self.version} is in force")
             if version == self.version:
-                late = dict.fromkeys(sorted(self._joined), "it has joined since, and gets the next one")
+                late = dict.fromkeys(self._without(version), "it has joined since, and gets the next one")
                 return Update(version, committed=sorted(self.replicas.keys() - late), failed=late)
-            num_ranks = len(self.trainers) + sum(map(len, self.replicas.values()))
-            pool = ThreadPoolExecutor(max(num_ranks, 1))
-            try:
-                return _Running(self, pool, version, deadline_s, since).run()
-            finally:
-                pool.shutdown(wait=False)  # a call that does not come back is not waited for
+            running = _Running(self, version, deadline_s, since)
+            return running.run()
         finally:
-            self._busy.release()
+            if running is None:
+                self._busy.release()
+            else:  # after a second interrupt it goes on for a while
+                running.outcome.add_done_callback(lambda _: self._busy.release())
+
+    def _without(self, version: int) -> list[str]:
+        """Return the replicas that have joined since a version came into force, and do not have it."""
+        return [
+            name
+            for name in sorted(self._joined)
+            if not all(getattr(rank, "version", None) == version for rank in self.replicas[name])
+        ]
 
 
 GRACE_S = 10.0
 """How long after the deadline all ranks of a stage may take to answer: the engine's own `grace` lies in it."""
 ABORT_S = 2.0
 """How long ranks of replicas that are out may take to give a version up, before an update goes on without them."""
+GIVE_UP = "its replica is out"
+"""The reason that ranks of such replicas are told."""
+
+
+class _GivenUp(BaseException):
+    """The caller of an update was interrupted."""
 
 
 class _Running:
-    """One update."""
+    """One update. It runs in a thread of its own, so that an interrupt of its caller ends it between two steps."""
 
-    def __init__(
-        self, owner: Controller, pool: ThreadPoolExecutor, version: int, deadline_s: float, since: int | None
-    ) -> None:
-        self.owner, self.pool = owner, pool
+    def __init__(self, owner: Controller, version: int, deadline_s: float, since: int | None) -> None:
+        self.owner = owner
+        num_ranks = len(owner.trainers) + sum(map(len, owner.replicas.values()))
+        self.pool = ThreadPoolExecutor(1 + 2 * num_ranks)  # a rank may be told to give up while a call is under way
+        self.outcome: Future[Update] = Future()
+        self.stopped: Future[None] = Future()
+        """Done as soon as the caller was interrupted, unless ranks commit already."""
+        self.commits = False
+        self.gate = threading.Lock()
+        """Taken to stop, and to begin with commits: only one of the two happens."""
         self.options = {} if since is None else {"since": since}
         self.begin = time.monotonic()
         self.end = self.begin + deadline_s
@@ -143,7 +169,8 @@ class _Running:
         self.places: dict[int, tuple[str, int]] = {}
         """Replica and number in it, by the rank of offers, which counts over all replicas."""
         self.aborts: dict[str, list[Future[Any]]] = {}
-        self.calls: list[Future[Any]] = []
+        self.calls: dict[Future[Any], Any] = {}
+        """All calls, and their ranks."""
 
     def left(self) -> float:
         return max(self.end - time.monotonic(), 0.0)
@@ -154,12 +181,12 @@ class _Running:
 
     def _answer(self, future: Future[Any], until: float) -> Any:
         """Return what a rank has answered."""
-        try:
-            return future.result(max(until - time.monotonic(), 0.0))
-        except NoAnswer as error:
-            if future.done():
-                raise  # the rank's own
-            raise UpdateFailed("no answer came by the deadline") from error
+        wait([future, self.stopped], max(until - time.monotonic(), 0.0), FIRST_COMPLETED)
+        if self.stopped.done():
+            raise _GivenUp
+        if not future.done():
+            raise UpdateFailed("no answer came by the deadline")
+        return future.result()
 
     def _out(self, name: str, reason: str) -> None:
         self.update.failed.setdefault(name, reason)
@@ -167,14 +194,21 @@ class _Running:
     def _in(self) -> dict[str, list[Any]]:
         return {name: ranks for name, ranks in self.owner.replicas.items() if name not in self.update.failed}
 
-    def _all(self, call: Callable[[Any], Any], ranks: Iterable[Any]) -> list[Future[Any]]:
-        calls = [self.pool.submit(call, rank) for rank in ranks]
-        self.calls += calls
-        return calls
+    def _call(self, call: Callable[..., Any], rank: Any, *arguments: Any, **named: Any) -> Future[Any]:
+        future = self.pool.submit(call, rank, *arguments, **named)
+        self.calls[future] = rank
+        return future
 
-    def _of_replicas(self, call: Callable[[Any], Any]) -> dict[str, list[Any]]:
+    def _all(self, call: Callable[[Any], Any], ranks: Iterable[Any]) -> list[Future[Any]]:
+        return [self._call(call, rank) for rank in ranks]
+
+    def _alone(self, rank: Any) -> None:
+        """Wait until calls of updates before have ended in a rank: one of them might give up what begins now."""
+        wait([call for call, of in self.owner._late.items() if of is rank], self.left())
+
+    def _of_replicas(self, call: Callable[[str, Any], Any]) -> dict[str, list[Any]]:
         """Call all ranks of the replicas that take part; a replica with a rank that raises is out."""
-        calls = {name: self._all(call, ranks) for name, ranks in self._in().items()}
+        calls = {name: self._all(partial(call, name), ranks) for name, ranks in self._in().items()}
         results: dict[str, list[Any]] = {}
         until = self._until()
         for name, futures in calls.items():
@@ -206,7 +240,16 @@ class _Running:
         """Have all replicas expect the version; return the offers of each of their ranks."""
         found: list[dict[int, bytes]] = []
         version = self.update.version
-        expected = self._of_replicas(lambda rank: rank.expect(version, addresses, self.left()))
+
+        def expect(name: str, rank: Any) -> Any:
+            self._alone(rank)
+            try:
+                return rank.expect(version, addresses, self.left())
+            finally:
+                if name in self.aborts:  # it was told to give up before it had begun
+                    rank.abort(GIVE_UP)
+
+        expected = self._of_replicas(expect)
         for name, replica in expected.items():
             try:
                 ranks = [read_offer(next(iter(offers.values())))["rank"] if offers else None for offers in replica]
@@ -222,25 +265,23 @@ class _Running:
         offers = self._expect(addresses)
         if not any(offers):
             return {}  # each has the version already, or nobody takes part
+
+        def publish(trainer: Any, offers: list[bytes]) -> Any:
+            self._alone(trainer)
+            return trainer.publish(self.update.version, self.left(), offers=offers, **self.options)
+
         calls = {
-            self.pool.submit(
-                trainer.publish,
-                self.update.version,
-                self.left(),
-                offers=[one[number] for one in offers if number in one],
-                **self.options,
-            ): number
+            self._call(publish, trainer, [one[number] for one in offers if number in one]): number
             for number, trainer in enumerate(self.owner.trainers)
         }
-        self.calls += calls
         failed: dict[int, str] = {}
         reports: dict[int, Any] = {}
         until = self._until()
         waiting = set(calls)
         while waiting:
-            done, waiting = wait(waiting, max(until - time.monotonic(), 0.0), FIRST_COMPLETED)
-            if not done:
-                done, waiting = waiting, set()
+            wait([*waiting, self.stopped], max(until - time.monotonic(), 0.0), FIRST_COMPLETED)
+            done = {call for call in waiting if call.done()} or waiting  # none by the deadline: all have failed
+            waiting = waiting - done
             for call in done:
                 number = calls[call]
                 try:
@@ -262,19 +303,57 @@ class _Running:
         """Have ranks of replicas that are out give the version up."""
         for name in self.update.failed:
             if name not in self.aborts:
-                self.aborts[name] = self._all(lambda rank: rank.abort("its replica is out"), self.owner.replicas[name])
+                self.aborts[name] = []  # calls that end from now on know it
+                self.aborts[name] += self._all(lambda rank: rank.abort(GIVE_UP), self.owner.replicas[name])
 
     def run(self) -> Update:
+        """Run it, and return its outcome; an interrupt leaves no replica between two versions."""
+        try:
+            self.pool.submit(self._runs)
+            return self.outcome.result()
+        except BaseException:
+            if not self.outcome.cancel():  # else it has not begun, and does not begin any more
+                self._stop()
+                wait([self.outcome])
+            raise
+
+    def _stop(self) -> None:
+        with self.gate:
+            if not self.commits:
+                self.stopped.set_result(None)
+
+    def _begin_commits(self) -> None:
+        with self.gate:
+            if self.stopped.done():
+                raise _GivenUp
+            self.commits = True
+
+    def _runs(self) -> None:
+        """Run it, and tell the caller, whatever happens."""
+        try:
+            if self.outcome.set_running_or_notify_cancel():
+                self.outcome.set_result(self._ended())
+        except BaseException as error:
+            self.outcome.set_exception(error)
+        finally:
+            self.pool.shutdown(wait=False)  # a call that does not come back is not waited for
+
+    def _ended(self) -> Update:
         try:
             return self._run()
         except UpdateFailed:
             raise
         except BaseException:
-            self._interrupted()
+            self._give_up()
             raise
+        finally:  # calls that have not ended are left to the next update
+            calls = {**self.owner._late, **self.calls}
+            self.owner._late = {call: rank for call, rank in calls.items() if not call.done()}
 
-    def _interrupted(self) -> None:
-        """Have all ranks give an interrupted update up: trainers end as soon as rollout ranks have shut them out."""
+    def _give_up(self) -> None:
+        """Have all ranks give the version up: trainers end as soon as rollout ranks have shut them out."""
+        if self.commits:
+            wait(self.calls, self._until() - time.monotonic())
         for name in self._in():
             self._out(name, "the update was interrupted")
         self._abort()
@@ -284,7 +363,7 @@ class _Running:
         version = self.update.version
         failed = self._publish(self._addresses())
 
-        def ready(rank: Any) -> None:
+        def ready(_name: str, rank: Any) -> None:
             if getattr(rank, "version", None) == version:
                 return
             # Where trainers have failed, what is missing does not come any more.
@@ -292,7 +371,8 @@ class _Running:
                 raise UpdateFailed(f"not complete: {'; '.join(failed.values()) or 'the deadline came'}")
 
         self._of_replicas(ready)
-        self._of_replicas(lambda rank: rank.commit(version))
+        self._begin_commits()
+        self._of_replicas(lambda _name, rank: rank.commit(version))
         self.update.committed = sorted(self._in())
         self.update.seconds = time.monotonic() - self.begin
         self._abort()
