@@ -111,7 +111,7 @@ def test_closing_ends_at_the_deadline(
 
 
 def exit_code(child: int) -> int:
-    """Of a process that is killed if it does not end."""
+    """That of a child, which is killed if it does not end."""
     found: list[int] = []
 
     def has_ended() -> bool:

@@ -154,7 +154,7 @@ def test_a_scheduler_that_fails_keeps_all_from_the_version(trainer: Make, monkey
             sender.send_weights(2)
     assert server.versions() == [[1]] * TP
     assert server.version == "1"
-    for version in (3, 4):  # what was said of the version before stays
+    for version in (3, 4):  # words for the version before stay
         source.set(version)
         sender.send_weights(version)
         assert server.versions() == [[version]] * TP
