@@ -344,13 +344,13 @@ class _Running:
         except UpdateFailed:
             raise
         except BaseException:
-            self._give_up()
+            self._interrupted()
             raise
         finally:  # calls that have not ended are left to the next update
             calls = {**self.owner._late, **self.calls}
             self.owner._late = {call: rank for call, rank in calls.items() if not call.done()}
 
-    def _give_up(self) -> None:
+    def _interrupted(self) -> None:
         """Have all ranks give the version up: trainers end as soon as rollout ranks have shut them out."""
         if self.commits:
             wait(self.calls, self._until() - time.monotonic())
