@@ -81,8 +81,8 @@ class ExpertExchange:
         self._forget()
 
     def _forget(self) -> None:
-        self._sends: list[tuple[int, int, int, int]] = []  # key, dst, group, row
-        self._receives: list[tuple[int, int, int, int]] = []  # key, src, group, row
+        self._sends: dict[tuple[int, int], tuple[int, int]] = {}  # key, dst: group, row
+        self._receives: dict[tuple[int, int], tuple[int, int]] = {}  # key, src: group, row
 
     def bind(self, groups: Sequence[Sequence[Tensor]]) -> None:
         """Says which tensors experts lie in, for the sends and receives from now on.
@@ -152,21 +152,22 @@ class ExpertExchange:
             ValueError: dst is this rank, or none; there is no such group or row; or another expert for dst has the key.
         """
         self._check_row(group, row)
-        self._add("send", self._sends, (key, self._peer("dst", dst), group, row))
+        self._add("send", self._sends, key, self._peer("dst", dst), (group, row))
 
     def receive(self, group: int, row: int, src: int, key: int) -> None:
         """Has the next `execute` receive an expert; arguments and errors as for `send`."""
         self._check_row(group, row)
-        self._add("receive", self._receives, (key, self._peer("src", src), group, row))
+        self._add("receive", self._receives, key, self._peer("src", src), (group, row))
 
     @staticmethod
-    def _add(call: str, orders: list[tuple[int, int, int, int]], order: tuple[int, int, int, int]) -> None:
+    def _add(
+        call: str, orders: dict[tuple[int, int], tuple[int, int]], key: int, peer: int, place: tuple[int, int]
+    ) -> None:
         """Keeps an order. By its key alone a pair of ranks knows which expert is which."""
-        key = as_count("key", order[0], -_MOST_KEY, _MOST_KEY)
-        peer = order[1]
-        if any(other[:2] == (key, peer) for other in orders):
+        key = as_count("key", key, -_MOST_KEY, _MOST_KEY)
+        if (key, peer) in orders:
             raise ValueError(f"{call}: key is {key}, as that of another expert between this rank and rank {peer}")
-        orders.append((key, *order[1:]))
+        orders[key, peer] = place
 
     def _check_row(self, group: int, row: int) -> None:
         if not self._rows:
@@ -193,8 +194,8 @@ class ExpertExchange:
         if self._native is None or self._is_broken:
             raise ValueError("this ExpertExchange is closed, or has no tensors: call bind")
         me = self._comm.rank
-        puts = sorted((key, dst, dst, group, row) for key, dst, group, row in self._sends)
-        takes = sorted((key, me, src, group, row) for key, src, group, row in self._receives)
+        puts = sorted((key, dst, dst, group, row) for (key, dst), (group, row) in self._sends.items())
+        takes = sorted((key, me, src, group, row) for (key, src), (group, row) in self._receives.items())
         self._forget()
         put_orders = [self._put(*put[2:]) for put in puts]
         take_orders = [self._take(*take[2:]) for take in takes]
