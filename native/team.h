@@ -1,9 +1,7 @@
 // The threads that run one rank's calls, each as one block of the text: the calling one, and helpers that wait for it.
 #pragma once
 
-#include <pthread.h>
 #include <sched.h>
-#include <signal.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -13,6 +11,8 @@
 #include <mutex>
 #include <thread>
 #include <vector>
+
+#include "without_signals.h"
 
 namespace putget {
 
@@ -70,11 +70,10 @@ class Team {
 
   void start_helper() {
     const auto block = static_cast<uint32_t>(helpers_.size() + 1);
-    sigset_t all, before;  // handlers run in threads of the host's
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    helpers_.emplace_back([this, block, seen = order_.load(std::memory_order_relaxed)] { help(block, seen); });
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    helpers_.reserve(helpers_.size() + 1);  // a thread that finds no place there would end the process
+    helpers_.push_back(
+        start_thread("of num_threads that share a call",
+                     [this, block, seen = order_.load(std::memory_order_relaxed)] { help(block, seen); }));
   }
 
   void publish(uint32_t blocks) {

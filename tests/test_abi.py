@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from putget import _abi, _abi_balancer
+from putget import _abi, _abi_balancer, _abi_moe
 from putget_bench import domains, probe_library
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,21 +29,21 @@ STRUCTS = {
     "putget_gpu": _abi.Gpu,
 }
 MOE_STRUCTS = {
-    "putget_moe_config": _abi.MoeConfig,
-    "putget_moe_layout": _abi.MoeLayout,
-    "putget_moe_group_args": _abi.MoeGroupArgs,
-    "putget_moe_finalize_args": _abi.MoeFinalizeArgs,
-    "putget_moe_rows": _abi.MoeRows,
-    "putget_moe_expand_args": _abi.MoeExpandArgs,
-    "putget_moe_by_source_args": _abi.MoeBySourceArgs,
-    "putget_moe_routes_args": _abi.MoeRoutesArgs,
-    "putget_moe_compact_args": _abi.MoeCompactArgs,
-    "putget_moe_send_pairs_args": _abi.MoeSendPairsArgs,
-    "putget_moe_place_pairs_args": _abi.MoePlacePairsArgs,
-    "putget_moe_sum_pairs_args": _abi.MoeSumPairsArgs,
-    "putget_moe_activation_args": _abi.MoeActivationArgs,
-    "putget_moe_product_args": _abi.MoeProductArgs,
-    "putget_moe_networks_args": _abi.MoeNetworksArgs,
+    "putget_moe_config": _abi_moe.MoeConfig,
+    "putget_moe_layout": _abi_moe.MoeLayout,
+    "putget_moe_group_args": _abi_moe.MoeGroupArgs,
+    "putget_moe_finalize_args": _abi_moe.MoeFinalizeArgs,
+    "putget_moe_rows": _abi_moe.MoeRows,
+    "putget_moe_expand_args": _abi_moe.MoeExpandArgs,
+    "putget_moe_by_source_args": _abi_moe.MoeBySourceArgs,
+    "putget_moe_routes_args": _abi_moe.MoeRoutesArgs,
+    "putget_moe_compact_args": _abi_moe.MoeCompactArgs,
+    "putget_moe_send_pairs_args": _abi_moe.MoeSendPairsArgs,
+    "putget_moe_place_pairs_args": _abi_moe.MoePlacePairsArgs,
+    "putget_moe_sum_pairs_args": _abi_moe.MoeSumPairsArgs,
+    "putget_moe_activation_args": _abi_moe.MoeActivationArgs,
+    "putget_moe_product_args": _abi_moe.MoeProductArgs,
+    "putget_moe_networks_args": _abi_moe.MoeNetworksArgs,
 }
 DOMAINS_STRUCTS = {"putget_engine_config": _abi.EngineConfig, "putget_domains_config": _abi.DomainsConfig}
 BALANCER_STRUCTS = {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <utility>
 
 #include "balancer/greedy.h"
 #include "balancer/keep.h"
@@ -110,21 +111,21 @@ Plan fresh_plan(const Sizes& sizes, const Options& options, const std::vector<do
   return best;
 }
 
-// The nodes as `previous` has them. Where it does not keep groups on nodes, they are planned anew, unless moves are
-// bounded: then experts move between any GPUs.
+// The nodes as `previous` has them. Where it does not keep groups on nodes, or a node's live GPUs have no room for its
+// groups, they are planned anew, unless moves are bounded: then experts move between any GPUs.
 std::vector<Node> kept_nodes(const Sizes& sizes, const Options& options, const Plan& previous) {
   if (sizes.num_nodes == 1 || sizes.num_groups % sizes.num_nodes != 0) return one_node(sizes, options);
   const std::vector<uint32_t> node_of_group = groups_kept(sizes, previous);
-  if (!node_of_group.empty()) return nodes_of(sizes, options, node_of_group);
+  if (!node_of_group.empty()) {
+    std::vector<Node> nodes = nodes_of(sizes, options, node_of_group);
+    if (!nodes.empty()) return nodes;
+  }
   return options.max_moves < sizes.num_replicas ? one_node(sizes, options) : std::vector<Node>{};
 }
 
 // Makes few moves on a node's board towards `goal`: of several greedy searches, which end in different places, the one
 // that gets there with the fewest moves, or else nearest to it. Returns the moves.
-uint32_t level_node(Board& board, double goal, uint32_t most_moves) {
-  const Before before(board);
-  if (!place_missing(board)) return kNone;
-  fill_empty(board);
+uint32_t level_node(Board& board, const Before& before, double goal, uint32_t most_moves) {
   const Board start = board;
   uint32_t fewest = kNone;
   for (double price : kPrices) {
@@ -146,14 +147,22 @@ Plan kept_plan(const Sizes& sizes, const Options& options, const std::vector<dou
                double goal) {
   const std::vector<Node> nodes = kept_nodes(sizes, options, previous);
   if (nodes.empty()) return {};
-  Plan plan(sizes.num_replicas, -1);
+  std::vector<Before> before;
+  std::vector<Board> boards;
   uint32_t moves_left = options.max_moves;
   for (const Node& node : nodes) {
     Board board = board_of(node, weight, sizes.slots_per_gpu(), previous);
-    const uint32_t moves = level_node(board, goal, moves_left);
-    if (moves == kNone) return {};
+    before.emplace_back(board);
+    if (!place_missing(board)) return {};
+    fill_empty(board);
+    moves_left -= std::min(before.back().moves_to(board), moves_left);
+    boards.push_back(std::move(board));
+  }
+  Plan plan(sizes.num_replicas, -1);
+  for (size_t i = 0; i < nodes.size(); ++i) {
+    const uint32_t moves = level_node(boards[i], before[i], goal, moves_left);
     moves_left -= std::min(moves, moves_left);
-    write(node, board, plan);
+    write(nodes[i], boards[i], plan);
   }
   return plan;
 }

@@ -84,6 +84,15 @@ int32_t Before::moves_of(const Board& board, const Swap& one) const {
   return moves_of(board, there) + moves_of(board, here);
 }
 
+uint32_t Before::moves_to(const Board& board) const {
+  uint32_t moves = 0;
+  for (uint32_t slot = 0; slot < board.num_slots(); ++slot) {
+    const uint32_t expert = board.expert(slot);
+    if (expert != kNone && !held(board.gpu_of(slot), expert)) ++moves;
+  }
+  return moves;
+}
+
 void level(Board& board, double goal) {
   const uint32_t most_steps = 4 * board.num_slots();
   for (uint32_t step = 0; step < most_steps; ++step) {

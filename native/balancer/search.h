@@ -17,6 +17,8 @@ class Before {
   // By how many experts the number of moves would change.
   int32_t moves_of(const Board& board, const Replacement& one) const;
   int32_t moves_of(const Board& board, const Swap& one) const;
+  // The moves that have led to a board.
+  uint32_t moves_to(const Board& board) const;
 
  private:
   uint32_t num_experts_;

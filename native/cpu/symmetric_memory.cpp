@@ -10,6 +10,7 @@
 #include <string>
 
 #include "error.h"
+#include "without_signals.h"
 
 namespace putget::cpu {
 namespace {
@@ -18,11 +19,19 @@ namespace {
   throw Error(PUTGET_SYSTEM, what + ": " + std::strerror(error));
 }
 
+// A signal may end the call, which then gives its pages back. One that stops the process cannot be held off.
+int reserve_pages(int descriptor, uint64_t bytes) {
+  const WithoutSignals held;
+  int error = EINTR;
+  while (error == EINTR) error = posix_fallocate(descriptor, 0, static_cast<off_t>(bytes));
+  return error;
+}
+
 int make_pages(uint64_t bytes) {
   const int descriptor = memfd_create("putget", MFD_CLOEXEC);
   if (descriptor < 0) fail("memfd_create", errno);
   // Reserve now: running out of memory later would be a SIGBUS in the middle of a round.
-  const int error = posix_fallocate(descriptor, 0, static_cast<off_t>(bytes));
+  const int error = reserve_pages(descriptor, bytes);
   if (error != 0) {
     close(descriptor);
     fail("cannot reserve " + std::to_string(bytes) + " bytes of shared memory", error);

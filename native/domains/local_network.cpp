@@ -1,11 +1,11 @@
 #include "domains/local_network.h"
 
-#include <pthread.h>
 #include <sched.h>
-#include <signal.h>
 
 #include <chrono>
 #include <cstring>
+
+#include "without_signals.h"
 
 namespace putget::proxy {
 namespace {
@@ -57,18 +57,8 @@ LocalNetwork::LocalNetwork(uint32_t ranks, uint64_t seed, CopyDevice copy_device
                   error};
     ends_.push_back(std::move(end));
   }
-  // Handlers of signals run in threads of the host's.
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  try {
-    stepper_ = std::make_unique<Thread>(ThreadOptions{});
-    thread_ = std::thread([this, seed] { run(seed); });
-  } catch (...) {
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    throw;
-  }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  stepper_ = std::make_unique<Thread>(ThreadOptions{});
+  thread_ = start_thread("of a network between threads", [this, seed] { run(seed); });
 }
 
 LocalNetwork::~LocalNetwork() {

@@ -26,8 +26,7 @@ class LocalNetwork : public Network {
   // target is no GPU's.
   using CopyDevice = bool (*)(void* to, const void* from, uint64_t bytes);
 
-  // Without `copy_device` it takes host memory alone. Throws std::system_error where the operating system refuses a
-  // thread.
+  // Without `copy_device` it takes host memory alone. Throws Error where the operating system has no thread.
   LocalNetwork(uint32_t ranks, uint64_t seed, CopyDevice copy_device = nullptr);
   ~LocalNetwork() override;
   LocalNetwork(const LocalNetwork&) = delete;             // threads have its address

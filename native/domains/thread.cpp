@@ -9,6 +9,8 @@
 #include <string>
 #include <system_error>
 
+#include "without_signals.h"
+
 namespace putget::proxy {
 namespace {
 
@@ -20,7 +22,7 @@ uint64_t now_ns() {
 }  // namespace
 
 Thread::Thread(const ThreadOptions& options) : options_(options) {
-  thread_ = std::thread([this] { run(); });
+  thread_ = start_thread("that steps rounds across domains", [this] { run(); });
   if (options.cpu < 0) return;
   cpu_set_t cpus;
   CPU_ZERO(&cpus);

@@ -20,7 +20,7 @@ struct ThreadOptions {
 
 class Thread {
  public:
-  // Throws std::system_error where the operating system refuses the thread or its processor.
+  // Throws Error where the operating system has no thread, std::system_error where it refuses the processor.
   explicit Thread(const ThreadOptions& options);
   ~Thread();
   Thread(const Thread&) = delete;             // the thread has its address

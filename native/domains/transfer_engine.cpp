@@ -1,13 +1,11 @@
 #include "domains/transfer_engine.h"
 
-#include <pthread.h>
-#include <signal.h>
-
 #include <chrono>
 #include <cstring>
 #include <thread>
 
 #include "error.h"
+#include "without_signals.h"
 
 namespace putget::proxy {
 namespace {
@@ -33,22 +31,6 @@ std::string& words() {
   static thread_local std::string kept;
   return kept;
 }
-
-// Keeps signals away from threads that are started meanwhile: handlers run in threads of the host's.
-class WithoutSignals {
- public:
-  WithoutSignals() {
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before_);
-  }
-  ~WithoutSignals() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-  WithoutSignals(const WithoutSignals&) = delete;
-  WithoutSignals& operator=(const WithoutSignals&) = delete;
-
- private:
-  sigset_t before_;
-};
 
 int status_of(int engines) {
   switch (engines) {

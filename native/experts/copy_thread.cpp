@@ -1,13 +1,12 @@
 #include "experts/copy_thread.h"
 
-#include <pthread.h>
-#include <signal.h>
 #include <unistd.h>
 
 #include <chrono>
 
 #include "cpu/exec.h"
 #include "error.h"
+#include "without_signals.h"
 
 namespace putget {
 namespace {
@@ -17,11 +16,7 @@ constexpr std::chrono::microseconds kBetweenLooks{50};
 }  // namespace
 
 CopyThread::CopyThread(Landing& landing) : landing_(landing), owner_(getpid()) {
-  sigset_t all, before;  // handlers run in threads of the host's
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  thread_ = std::thread([this] { run(); });
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  thread_ = start_thread("that copies experts", [this] { run(); });
 }
 
 CopyThread::~CopyThread() {

@@ -27,7 +27,7 @@ typedef struct putget_balance_args {
   uint32_t num_groups;   /* of experts; where they divide by the nodes, a group stays on one node */
   uint32_t num_nodes;
   uint32_t num_gpus;
-  uint32_t max_moves;           /* of a layer: experts that GPUs get; PUTGET_NO_LIMIT: any */
+  uint32_t max_moves;           /* of a layer: experts that GPUs get, those of empty slots too; PUTGET_NO_LIMIT: any */
   uint32_t host_store;          /* 1: experts that no live GPU holds can be had elsewhere */
   double min_gain;              /* a layer whose max/mean would fall by less keeps `previous` */
   const double* load;           /* [num_layers, num_experts] */

@@ -169,6 +169,25 @@ def test_moves_are_bounded_from_a_plan_without_groups() -> None:
     assert plan.moves_from(previous, 8).max() <= 2
 
 
+@pytest.mark.parametrize("max_moves", [0, 1, 7])
+@pytest.mark.parametrize(("num_replicas", "has_room"), [(28, False), (32, True)])
+def test_moves_are_bounded_beside_a_dead_rank(num_replicas: int, has_room: bool, max_moves: int) -> None:
+    """Only what the dead rank alone held moves in any case, also where its node has no room for its groups."""
+    rng = np.random.default_rng(12)
+    slots = num_replicas // 4
+    assert (slots >= 8) == has_room  # a node's eight experts on its one live rank
+    previous = rebalance(zipf(rng, 6, 16), num_replicas, 4, 2, 4)
+    living = previous.physical_to_logical.copy()
+    living[:, 2 * slots : 3 * slots] = -1
+    lost = [16 - len(set(row[row >= 0])) for row in living]
+    load = zipf(rng, 6, 16)
+    plan = rebalance(
+        load, num_replicas, 4, 2, 4, previous=previous, max_moves=max_moves, dead_ranks=[2], host_store=True
+    )
+    assert (plan.moves_from(previous, 4) <= np.maximum(lost, max_moves)).all()
+    assert (plan.replica_count >= 1).all()
+
+
 def test_a_small_gain_is_not_worth_a_change() -> None:
     rng = np.random.default_rng(5)
     old, new = zipf(rng, 8, 32), zipf(rng, 8, 32)
@@ -200,6 +219,26 @@ def test_what_a_dead_rank_alone_held_comes_from_the_host() -> None:
     plan = rebalance(load, 40, 1, 1, 8, previous=previous, dead_ranks=[3], host_store=True, max_moves=0)
     assert (plan.replica_count >= 1).all()
     assert (plan.physical_to_logical.reshape(2, 8, 5)[:, 3] == -1).all()
+
+
+@pytest.mark.parametrize("groups_and_nodes", [(1, 1), (4, 2)])
+def test_moves_into_empty_slots_count(groups_and_nodes: tuple[int, int]) -> None:
+    """Empty slots are filled in any case. No other expert moves where that has used the bound up."""
+    rng = np.random.default_rng(11)
+    load = zipf(rng, 3, 32)
+    full = rebalance(rng.permutation(load, axis=1), 48, *groups_and_nodes, 8).physical_to_logical
+    slots = full.copy()
+    for row in slots:
+        for slot in range(0, 48, 5):
+            if (row == row[slot]).sum() > 1:
+                row[slot] = -1
+    previous = Placement.of(slots, 32)
+    empty = int((slots < 0).sum(axis=1).max())
+    assert empty >= 3
+    for max_moves in (0, empty, empty + 2):
+        plan = rebalance(load, 48, *groups_and_nodes, 8, previous=previous, max_moves=max_moves)
+        assert (plan.physical_to_logical >= 0).all()
+        assert plan.moves_from(previous, 8).max() <= max(max_moves, empty)
 
 
 def test_a_dead_rank_whose_experts_have_replicas_needs_no_host() -> None:

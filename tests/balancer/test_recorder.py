@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from putget.balancer import RoutingRecorder
+from putget.balancer import recorder as recorder_module
 from putget_bench.routing import read_tasks
 from tests.harness import Rank, run_ranks
 from tests.moe.dense import Dense
@@ -64,6 +67,29 @@ def test_files_gather_tasks(tmp_path: Path) -> None:
     path.write_text("no archive")
     with pytest.raises(ValueError, match=r"routing.npz is no .npz archive"):
         recorder.save(path, "a")
+
+
+def test_ranks_that_save_at_once_keep_each_others_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, recorder = tmp_path / "routing.npz", RoutingRecorder(1, 4, 10)
+    recorder.record(0, batch(0, 5))
+    recorder.save(path, "law")
+    others = [threading.Thread(target=recorder.save, args=(path, task)) for task in ("code", "chat")]
+    read = recorder_module._read
+
+    def read_beside_others(place: Path) -> Any:
+        found = read(place)
+        monkeypatch.setattr(recorder_module, "_read", read)
+        for other in others:
+            other.start()
+            other.join(0.5)  # long enough for one that does not wait
+        return found
+
+    monkeypatch.setattr(recorder_module, "_read", read_beside_others)
+    recorder.save(path, "own")
+    for other in others:
+        other.join()
+    assert list(read_tasks(path)) == ["chat", "code", "law", "own"]
+    assert [file.name for file in tmp_path.iterdir()] == ["routing.npz"]
 
 
 def test_ids_that_name_no_expert_are_recorded_as_none(device: str) -> None:

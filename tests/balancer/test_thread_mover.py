@@ -43,12 +43,12 @@ def ranks() -> Iterator[RankProcesses]:
 @pytest.mark.parametrize("phase", ["dispatched", "moved", "taken"])
 def test_a_rank_that_dies_leaves_the_others_on_one_placement(ranks: RankProcesses, phase: str) -> None:
     victim, iteration = 2, 9
-    ranks.call(migration.begin, iteration, 1.5, ("thread",))
+    ranks.call(migration.begin, iteration, 5.0, ("thread",))
     survivors = [rank for rank in range(SIZE) if rank != victim]
     ranks.submit(victim, migration.serve_until_lost, (iteration, phase), 40)
-    for said in ranks.call(migration.serve_until_lost, None, 40, ranks=survivors, timeout=40).values():
+    for said in ranks.call(migration.serve_until_lost, None, 40, ranks=survivors, timeout=120).values():
         assert said == f"missed ({victim},)"
-    outcomes = list(ranks.call(migration.go_on, victim, 15, ranks=survivors, timeout=40).values())
+    outcomes = list(ranks.call(migration.go_on, victim, 15, ranks=survivors, timeout=120).values())
     assert all(outcome["right"] and outcome["still"] for outcome in outcomes), outcomes
     assert len({outcome["agreed"] for outcome in outcomes}) == 1
     assert all(outcome["slots"] == outcomes[0]["slots"] for outcome in outcomes)
@@ -71,6 +71,7 @@ def test_a_forked_child_gives_the_landing_up() -> None:
 
 WORDS = 16 << 20  # of a large expert: a copy takes tens of milliseconds
 LARGE_CELLS = 3
+TRIES = 8
 
 
 class Large:
@@ -116,9 +117,13 @@ def move_beside_a_copy(rank: Rank) -> tuple[int, bool]:
 
 def test_no_kernel_waits_for_the_thread() -> None:
     """One `move` tells the thread of a free cell, and one finds what it has copied; those between come back at once."""
-    (count, _), (_, right) = run_ranks(2, move_beside_a_copy, mode="process")
-    assert count > 10
-    assert right
+    counts: list[int] = []
+    # A rank without a core makes no calls: its thread may have copied all by then.
+    while len(counts) < TRIES and max(counts, default=0) <= 10:
+        (count, _), (_, right) = run_ranks(2, move_beside_a_copy, mode="process")
+        assert right
+        counts.append(count)
+    assert max(counts) > 10, counts
 
 
 def begin_large(rank: Rank) -> int:
@@ -168,12 +173,20 @@ def go_on_large(rank: Rank) -> tuple[int, bool, bool]:
 
 
 def test_a_rank_that_dies_in_a_copy_leaves_its_bytes_nowhere() -> None:
+    # A rank without a core sees the first bytes of a cell when the last ones are there.
+    assert any(dies_in_a_copy() for _ in range(TRIES)), "no copy was met"
+
+
+def dies_in_a_copy() -> bool:
+    """Whether a rank could be killed in a copy; if so, the others are right."""
     with fresh_ranks(3, "cpu") as ranks:
         pid = ranks.call(begin_large, timeout=60)[0]
         ranks.submit(0, put_for_good)
-        assert ranks.call(kill_in_a_copy, pid, ranks=[1], timeout=70)[1]
+        if not ranks.call(kill_in_a_copy, pid, ranks=[1], timeout=70)[1]:
+            return False
         outcomes = ranks.call(go_on_large, ranks=[1, 2], timeout=90)
     assert outcomes == {1: (0, True, True), 2: (0, True, True)}
+    return True
 
 
 def test_a_mover_that_is_not_known_is_refused() -> None:

@@ -34,6 +34,7 @@ PROTOCOL_TEXT = (
     "native/landing.h",
     "native/require.h",
     "native/team.h",
+    "native/without_signals.h",
     "tests/native",
     "tests/protocol/stress_job.py",
     "tests/protocol/tags.py",

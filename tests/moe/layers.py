@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from putget.moe import ExpertParallelMoE, GroupLimitedRouting, SlotOptions
+from putget.moe import ExpertParallelMoE, GroupLimitedRouting, SlotOptions, networks
 from tests.harness import Rank
 from tests.moe.dense import Dense
 
@@ -52,6 +52,7 @@ def options_of(dense: Dense, **changes: Any) -> dict[str, Any]:
 
 def make_layer(rank: Rank, dense: Dense, **changes: Any) -> ExpertParallelMoE:
     """The layer on this rank, with the dense layer's weights."""
+    networks.FEWEST_UNITS = 1  # a test's layer is small, and takes what large ones take; harness.run sets it back
     return ExpertParallelMoE.from_dense(rank.comm, dense.state(), **options_of(dense, device=rank.device, **changes))
 
 

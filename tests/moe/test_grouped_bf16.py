@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from putget.moe import experts
 from putget.moe.experts import grouped_bf16_mm
@@ -43,6 +45,27 @@ def test_each_row_by_its_expert(counts: tuple[int, ...], n: int, k: int, expecte
     for expert, (start, end) in enumerate(itertools.pairwise(ends)):
         want = rows[start:end].double() @ weights[expert].double().T
         assert torch.allclose(got[start:end].double(), want, rtol=2.0**-7, atol=2.0**-7), expert
+
+
+class Conversions(TorchDispatchMode):
+    """Notes the elements of each tensor that is converted to another type inside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default:
+            self.sizes.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def test_weights_of_experts_without_rows_are_not_converted() -> None:
+    """On the CPU, where each product begins with a conversion to float32."""
+    rows, weights, places = made((0, 2, 0, 0), 96, 64, "cpu")
+    with Conversions() as seen:
+        grouped_bf16_mm(rows, weights, places, 1)
+    assert seen.sizes.count(96 * 64) == 1
 
 
 @pytest.mark.gpu

@@ -211,7 +211,7 @@ def with_others_memory(rank: Rank, dense: Dense) -> list[str]:
             with (
                 pytest.raises(ValueError) as caught,
                 make_layer(
-                    rank, dense, timeout_s=2.0, **({"grouped_memory": other} if rank.rank == 1 else {})
+                    rank, dense, timeout_s=20.0, **({"grouped_memory": other} if rank.rank == 1 else {})
                 ) as layer,
             ):
                 layer(dense.tokens(rank.rank, 4))

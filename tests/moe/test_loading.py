@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from putget.moe import grouped_fp8
+import putget
+from putget.moe import ExpertParallelMoE, grouped_fp8
 from putget.moe.experts import Bf16Experts, Fp8Experts
 from putget.moe.loading import DenseState, load_networks, load_router
 from putget.moe.router import Router
@@ -89,6 +90,19 @@ def test_what_is_missing_is_named_before_anything_changes() -> None:
     del state["experts.2.up_proj.weight_scale_inv"]
     with pytest.raises(ValueError, match=r"state has no experts\.2\.up_proj\.weight_scale_inv"):
         load_networks(make(Fp8Experts), NAMES, DenseState(state))
+
+
+@pytest.mark.parametrize("missing", ["gate.weight", "experts.1.up_proj.weight", "shared_experts.down_proj.weight"])
+def test_a_layer_with_a_missing_tensor_stays_as_it_is(missing: str) -> None:
+    one, other = (Dense(64, 32, num_experts=2, shared=32, seed=seed).state() for seed in (1, 2))
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "shared_intermediate_size": 32, "max_tokens_per_rank": 4}
+    (comm,) = putget.Communicator.local(1)
+    with comm, ExpertParallelMoE.from_dense(comm, one, **sizes, num_experts=2, top_k=1, device="cpu") as layer:
+        before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+        del other[missing]
+        with pytest.raises(ValueError, match=f"state has no {missing}"):
+            layer.load_dense(other)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
 
 
 def test_router() -> None:

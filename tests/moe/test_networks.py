@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from putget import _abi
+from putget import _abi, _abi_moe
 from putget.moe import fused_layer, grouped_fp8, networks
 from putget.moe.expert_rows import ExpertRows
 from putget.moe.experts import fp8_networks, takes_scattered
@@ -23,9 +23,16 @@ from tests.moe.test_fused import open_a2a, weights_of
 from tests.moe.test_grouped_fp8 import Product
 
 FEW = 4  # expected rows
+FEWEST_UNITS = networks.FEWEST_UNITS  # before `few_units` changes it
 
 
-def arguments(**changed: Any) -> _abi.MoeNetworksArgs:
+@pytest.fixture(autouse=True)
+def few_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel is for experts of any sizes here."""
+    monkeypatch.setattr(networks, "FEWEST_UNITS", 1)
+
+
+def arguments(**changed: Any) -> _abi_moe.MoeNetworksArgs:
     """Arguments that only a build with CUDA could use: of memory that nothing reads."""
     names = ("rows", "row_scales", "gate_up", "gate_up_scales", "down", "down_scales", "between", "between_scales")
     given = {
@@ -34,7 +41,7 @@ def arguments(**changed: Any) -> _abi.MoeNetworksArgs:
         **{"num_experts": 2, "num_rows": 8, "capacity": 8, "hidden_size": 256, "intermediate_size": 128},
         **changed,
     }
-    return _abi.MoeNetworksArgs(**given)
+    return _abi_moe.MoeNetworksArgs(**given)
 
 
 @pytest.mark.parametrize(
@@ -64,13 +71,15 @@ def test_wrong_arguments(changed: dict[str, Any], message: str) -> None:
         (8, 7168, 8, True, (True, True)),
         (8, 7168, 16, True, (True, True)),
         (8, 7168, 17, True, (True, False)),
-        (8, 7168, 128, True, (True, False)),
-        (8, 7168, 129, True, (False, False)),
-        (8, 7168, 175, True, (False, False)),
+        (8, 7168, 136, True, (True, False)),
+        (15, 7168, 137, True, (False, False)),
+        (15, 7168, 175, True, (False, False)),
         (8, 7168, 176, True, (True, False)),
-        (32, 7168, 255, True, (True, False)),
-        (33, 7168, 255, True, (False, False)),
-        (8, 7168, 256, True, (False, False)),
+        (16, 7168, 137, True, (True, False)),
+        (64, 7168, 255, True, (True, False)),
+        (64, 7168, 256, True, (False, False)),
+        (7, 7168, 8, True, (True, True)),
+        (6, 7168, 8, True, (False, False)),
         (0, 7168, 8, True, (False, False)),
         (257, 7168, 8, True, (False, False)),
         (256, 1 << 23, 8, True, (False, False)),
@@ -81,6 +90,7 @@ def test_few_rows_of_hopper_take_it(
     monkeypatch: pytest.MonkeyPatch, num_experts: int, hidden: int, rows: int, native: bool, wanted: tuple[bool, bool]
 ) -> None:
     monkeypatch.setattr(grouped_fp8, "is_native", lambda _: native)
+    monkeypatch.setattr(networks, "FEWEST_UNITS", FEWEST_UNITS)
     down = torch.empty(num_experts, hidden, 2048, dtype=torch.float8_e4m3fn, device="meta")
     takes = networks.takes(down, rows)
     assert (takes, takes_scattered(down, rows, torch.float8_e4m3fn)) == wanted
@@ -254,6 +264,7 @@ CASES = (
     ([150, 257, 1, 0, 128, 33, 81], 512, 256, 1),
     ([129, 136, 144, 145, 0, 272, 273], 384, 256, 2),  # the last tile's rows beside its bands, from one to all
     ([160, 161, 288, 289, 152, 153], 256, 384, 0),
+    ([9] * 31 + [150] + [7] * 20 + [192, 193, 3], 256, 256, 2),  # two short tiles come last, of the 32nd and 53rd
     ([0, 0], 256, 128, 1),
 )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from putget import reference, reference_moe
+from putget import PeerLeft, PutgetError, reference, reference_moe
 from putget.balancer import Placement, ReplicaChoice
 from putget.moe import ExpertParallelMoE
 from putget.moe.experts import Bf16Experts, Fp8Experts
@@ -165,29 +167,46 @@ def test_weights_may_be_the_callers_affair() -> None:
         assert again
 
 
-class Breaks(dict[str, Tensor]):
-    """A state that a file is read for, whose reads fail from some number on."""
+class Read(dict[str, Tensor]):
+    """A state that a file is read for. From some read on it fails on rank 0, once the other rank has come as far.
 
-    reads = 0
+    Args:
+        state: The weights.
+        breaks: Whether reads fail.
+        loading: A file that says that the other rank is loading.
+    """
+
+    def __init__(self, state: dict[str, Tensor], breaks: bool, loading: Path) -> None:
+        super().__init__(state)
+        self.reads, self.breaks, self.loading = 0, breaks, loading
 
     def __getitem__(self, name: str) -> Tensor:
-        Breaks.reads += 1
-        if Breaks.reads > 9:  # those of two experts, which are looked at first, and of the first of them again
-            raise OSError("the file is gone")
+        self.reads += 1
+        if self.reads > 9:  # those of two experts, which are looked at first, and of the first of them again
+            if not self.breaks:
+                self.loading.touch()
+            else:
+                deadline = time.monotonic() + 30
+                while not self.loading.exists() and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                raise OSError("the file is gone")
         return super().__getitem__(name)
 
 
-def take_back(rank: Rank, dense: Dense, way: str) -> bool:
+def take_back(rank: Rank, dense: Dense, way: str, loading: Path) -> bool:
     """A body: a placement whose weights cannot be read to the end is taken back, by itself or with all weights."""
-    before, after = (Placement.of(slots, 8) for slots in (range(8), [3, 1, 2, 0, 4, 5, 6, 7]))
+    before, after = (Placement.of(slots, 8) for slots in (range(8), [3, 1, 2, 0, 7, 5, 6, 4]))
     with make_layer(rank, dense, placement=before) as layer:
         x = dense.tokens(rank.rank, 8)
         want = layer(x)
-        if rank.rank == 0:
-            Breaks.reads = 0
-            with pytest.raises(OSError, match="the file is gone"):
-                layer.set_placement(after, Breaks(dense.state()))
+        state = Read(dense.state(), rank.rank == 0, loading)
+        with pytest.raises(OSError if rank.rank == 0 else PeerLeft, match="the file is gone") as caught:
+            layer.set_placement(after, state)
+        assert rank.rank == 0 or caught.value.peer == 0
         assert layer.local_experts == held_by(before, rank.rank, 2)  # as the tables still say
+        for call in (lambda: layer(x), layer.check):
+            with pytest.raises(PutgetError, match=r"slot\(s\) \[0, 3\] of rank . may have lost their expert"):
+                call()
         if way == "set_placement":
             layer.set_placement(before, dense.state())
         else:
@@ -197,8 +216,73 @@ def take_back(rank: Rank, dense: Dense, way: str) -> bool:
 
 
 @pytest.mark.parametrize("way", ["set_placement", "load_dense"])
-def test_a_placement_that_could_not_be_loaded_can_be_taken_back(way: str) -> None:
-    assert run_ranks(2, take_back, Dense(), way) == [True, True]
+def test_a_placement_that_could_not_be_loaded_can_be_taken_back(way: str, tmp_path: Path) -> None:
+    assert run_ranks(2, take_back, Dense(), way, tmp_path / "loading") == [True, True]
+
+
+def interrupted(rank: Rank, dense: Dense) -> None:
+    """A body: Ctrl-C on one rank, as its new placement is about to be in force; then all set it again."""
+    before, after = (Placement.of(slots, 8) for slots in (range(8), [4, 1, 2, 3, 0, 5, 6, 7]))
+    state = dense.state()
+    with make_layer(rank, dense, placement=before) as layer:
+        x = dense.tokens(rank.rank, 8)
+        if rank.rank == 1:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(layer, "_note_placement", interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    layer.set_placement(after, state)
+            with pytest.raises(PutgetError, match="may have lost their expert"):
+                layer(x)
+        else:
+            layer.set_placement(after, state)
+        layer.set_placement(after, state)
+        assert relative_error(layer(x), dense.forward(x)) <= tolerance(dense)
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_no_round_runs_where_a_placement_was_interrupted() -> None:
+    run_ranks(2, interrupted, Dense())
+
+
+def half(rank: Rank, dense: Dense, why: str) -> str:
+    """A body: rank 1 alone is wrong; the former placement stays on all ranks, and a right call changes it on all."""
+    before, after, other = (Placement.of(slots, 8) for slots in (range(8), [4, 1, 2, 3, 0, 5, 6, 7], range(7, -1, -1)))
+    state = dense.state()
+    with make_layer(rank, dense, placement=before) as layer:
+        x = dense.tokens(rank.rank, 8)
+        want = layer(x)
+        lacks, given = state, after
+        if rank.rank == 1 and why == "state":
+            lacks = {name: tensor for name, tensor in state.items() if name != "experts.0.up_proj.weight"}
+        if rank.rank == 1 and why == "other":
+            given = other
+        if rank.rank == 1 and why == "sizes":
+            given = placement_of(8, 16, 0)
+        with pytest.raises(ValueError) as caught:
+            layer.set_placement(given, lacks)
+        assert layer.local_experts == held_by(before, rank.rank, 2)
+        assert torch.equal(layer(x), want)
+        layer.set_placement(after, state)
+        assert layer.local_experts == held_by(after, rank.rank, 2)
+        assert relative_error(layer(x), want.float()) <= tolerance(dense)
+        return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("why", "message"),
+    [
+        ("state", "state has no experts.0.up_proj.weight"),
+        ("sizes", "placement has 8 experts and 16 slots; the one in force has 8 and 8"),
+        ("other", "placement differs between ranks: rank 0 has"),
+    ],
+)
+def test_a_placement_that_one_rank_refuses_is_in_force_on_none(why: str, message: str) -> None:
+    told = run_ranks(2, half, Dense(), why)
+    assert message in told[1]
+    assert told[0].startswith(message if why == "other" else f"rank 1: {message}")
 
 
 def refused(rank: Rank, dense: Dense, kept: Placement, wrong: list[tuple[Placement, dict[str, Any]]]) -> list[str]:

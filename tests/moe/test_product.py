@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from putget import _abi
+from putget import _abi, _abi_moe
 from putget.moe import grouped_fp8
 from putget.moe.kernels import GATES, gated_activation
 from tests.moe.test_grouped_fp8 import PRODUCTS, Made, Product
@@ -24,7 +24,7 @@ LARGER = (
 GATED = (Product((200, 3, 0, 128), n=1024, k=512, seed=7), Product((1, 1, 400), n=768, k=384, gap=2, seed=8))
 
 
-def _arguments(**changed: Any) -> _abi.MoeProductArgs:
+def _arguments(**changed: Any) -> _abi_moe.MoeProductArgs:
     """Arguments that only a build with CUDA could use: of memory that nothing reads."""
     names = ("rows", "row_scales", "weights", "weight_scales", "out", "starts", "counts")
     given = {
@@ -33,7 +33,7 @@ def _arguments(**changed: Any) -> _abi.MoeProductArgs:
         **{"num_experts": 2, "capacity": 8, "n": 256, "k": 128, "expected_rows": 4},
         **changed,
     }
-    return _abi.MoeProductArgs(**given)
+    return _abi_moe.MoeProductArgs(**given)
 
 
 @pytest.mark.parametrize(

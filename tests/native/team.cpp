@@ -8,10 +8,28 @@
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
+#include <new>
 #include <numeric>
 #include <vector>
 
 #include "team.h"
+
+namespace {
+
+thread_local int allowed = -1;  // allocations of this thread until one fails; negative: all are allowed
+
+}  // namespace
+
+void* operator new(size_t size) {
+  if (allowed == 0) throw std::bad_alloc();
+  if (allowed > 0) --allowed;
+  void* memory = std::malloc(size);
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
+}
+
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, size_t) noexcept { std::free(memory); }
 
 namespace {
 
@@ -44,6 +62,24 @@ bool works_in_a_child() {
   return waitpid(child, &status, 0) == child && status == 0;
 }
 
+// Whichever allocation of a call fails, the caller hears of it, and the team runs the next call.
+bool outlives_a_lack_of_memory() {
+  for (int most = 0; most < 100; ++most) {
+    Team team;
+    bool lacked = false;
+    allowed = most;
+    try {
+      team.run(4, [](uint32_t) {});
+    } catch (const std::bad_alloc&) {
+      lacked = true;
+    }
+    allowed = -1;
+    if (!runs_each(team, 4)) return false;
+    if (!lacked) return most > 0;
+  }
+  return false;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -58,6 +94,7 @@ int main(int argc, char** argv) {
     Team brief;
     if (!runs_each(brief, 1 + turn % 4)) return std::printf("a team that ends at once\n"), 1;
   }
+  if (!outlives_a_lack_of_memory()) return std::printf("after a lack of memory\n"), 1;
 #if !defined(__SANITIZE_THREAD__)  // which does not follow a child that starts threads
   if (!works_in_a_child()) return std::printf("after a fork\n"), 1;
 #endif

@@ -18,7 +18,8 @@ struct NetworkPhase {
   // [num_experts * n, k], swizzled boxes of 64 rows of both blocks of a unit, eight of the first, eight of the second
   // and so on, of 128 bytes; and for a unit without a second block, which reads as zeros.
   CUtensorMap weights[2];
-  CUtensorMap rows[5];         // [., k], boxes of network_box_rows(0 to 4) rows of 128 bytes, swizzled
+  // [., k], boxes of network_box_rows(0 to 4) rows of 128 bytes, swizzled; zeros where rows are scattered.
+  CUtensorMap rows[5];
   const float* weight_scales;  // [num_experts, n / 128, k / 128]
   const float* row_scales;     // [., k / 128]
   uint32_t n;
@@ -75,6 +76,17 @@ constexpr uint32_t network_tiles(int32_t rows) {
   return rows <= kBanded ? rows > 0 : (rows - kLast + kBanded - 1) / kBanded;
 }
 
+// Whether the last of an expert's tiles has few rows, and others are before it.
+constexpr bool network_ends_short(int32_t rows) {
+  const int32_t tiles = network_tiles(rows);
+  return tiles > 1 && rows - (tiles - 1) * static_cast<int32_t>(kNetworkBanded) <= 64;
+}
+
+// Short tiles come behind all others where they are no more than these. One tile more than fill the SMs would keep a
+// few of them for as long as all tiles before it, but their weights come faster when few are read. They are read again
+// from memory: more tiles cost more by that than they gain.
+constexpr uint32_t kNetworkShort = 2;
+
 struct NetworkShared {
   static constexpr uint32_t kUnits = 4;
 
@@ -83,9 +95,11 @@ struct NetworkShared {
   uint64_t unit_full[kUnits];
   uint64_t unit_empty[kUnits];
   NetworkUnit unit[kUnits];
-  uint32_t ends[moe::kNetworkExperts];  // tiles of rows of experts up to and with this one
+  uint32_t ends[moe::kNetworkExperts];  // tiles of rows of experts up to and with this one, short ones apart
   int32_t starts[moe::kNetworkExperts];
   int32_t counts[moe::kNetworkExperts];
+  uint32_t short_tiles;
+  uint32_t experts_of_short[kNetworkShort];
   float largest[kNetworkMultiplying][kNetworkBanded];          // of a row, by each warpgroup
   float largest_of_last[kNetworkWarps][kNetworkLast];          // likewise, by each warp
   alignas(16) float scales[kNetworkStages][kNetworkRows + 4];  // rows, blocks, and to 16 bytes
@@ -108,11 +122,13 @@ struct NetworkTurn {
   }
 };
 
-// Bytes [rows, 128] in shared memory, swizzled by 128, for the tensor cores; `address` and steps of 32 along a row.
+// Bytes [rows, 128] in shared memory, swizzled by 128, for the tensor cores; `address` and steps of 32 along a row. All
+// lanes call it with the same address. The compiler cannot know that they do, and would bring each descriptor into
+// uniform registers by instructions between the products.
 __device__ __forceinline__ uint64_t network_operand(uint32_t address) {
   constexpr uint64_t kSwizzle128 = 1ull << 62;
   constexpr uint64_t kEightRows = uint64_t{1024 / 16} << 32;
-  return kSwizzle128 | kEightRows | (uint64_t{1} << 16) | ((address & 0x3ffff) / 16);
+  return kSwizzle128 | kEightRows | (uint64_t{1} << 16) | (__shfl_sync(0xffffffffu, address & 0x3ffff, 0) / 16);
 }
 
 // The warps of a CTA see units in the same order.
@@ -157,23 +173,35 @@ struct NetworkOrder {
 
   __device__ NetworkUnit at(uint32_t number) {
     const uint32_t tiles = shared.ends[call.num_experts - 1];
-    const uint32_t first_units = tiles * call.phase[0].wide;
+    const uint32_t all = tiles + shared.short_tiles;
+    const uint32_t first_units = all * call.phase[0].wide;
     const uint32_t phase = number < first_units ? 0 : 1;
     if (phase != last_phase) expert = 0;
     last_phase = phase;
     if (phase == 1) number -= first_units;
-    const NetworkPhase& product = call.phase[phase];
-    if (number >= tiles * product.wide) return {2, 0, 0, 0, 0, 0, 0};
-    while (number >= shared.ends[expert] * product.wide) ++expert;
+    const uint32_t wide = call.phase[phase].wide;
+    if (number >= all * wide) return {2, 0, 0, 0, 0, 0, 0};
+    if (number >= tiles * wide) {
+      const uint32_t place = number / wide - tiles;
+      const uint32_t of = shared.experts_of_short[place];
+      return unit(phase, of, tiles + place, network_tiles(shared.counts[of]) - 1, number % wide);
+    }
+    while (number >= shared.ends[expert] * wide) ++expert;
     const uint32_t before = expert == 0 ? 0 : shared.ends[expert - 1];
     // Units that read the same weights follow each other.
     const uint32_t high = shared.ends[expert] - before;
-    const uint32_t column = (number - before * product.wide) / high;
-    const uint32_t down = number - before * product.wide - column * high;
+    const uint32_t column = (number - before * wide) / high;
+    const uint32_t down = number - before * wide - column * high;
+    return unit(phase, expert, before + down, down, column);
+  }
+
+  // A unit of the tile that is the `down`-th of an expert.
+  __device__ NetworkUnit unit(uint32_t phase, uint32_t of, uint32_t tile, uint32_t down, uint32_t column) const {
+    const int32_t count = shared.counts[of];
     const uint32_t first = down * kNetworkBanded;
-    const int32_t rows = down + 1 < high ? kNetworkBanded : shared.counts[expert] - static_cast<int32_t>(first);
+    const int32_t rows = down + 1 < network_tiles(count) ? kNetworkBanded : count - static_cast<int32_t>(first);
     const uint32_t kind = (rows > 16) + (rows > 32) + (rows > 64) + (rows > 128);
-    return {phase, expert, before + down, shared.starts[expert] + first, rows, product.step * column, kind};
+    return {phase, of, tile, shared.starts[of] + first, rows, call.phase[phase].step * column, kind};
   }
 };
 

@@ -23,16 +23,17 @@ struct NetworkLast {
   __device__ uint32_t weight(uint32_t half) const { return me.first() + 8 * (4 * half + me.warp) + me.eighth; }
 };
 
-// Adds the products of a stage, one half of the weights after the other: registers are few.
+// Adds the products of a stage.
 __device__ __forceinline__ void network_add_last(const float* row_scales, float2 block_scales, const NetworkThread& me,
                                                  uint64_t weights, uint64_t rows, NetworkLastSums& sums) {
   const NetworkLast last{me};
+  float part[2][4 * kNetworkLastEights];
+#pragma unroll
+  for (uint32_t half = 0; half < 2; ++half) network_of_stage(part[half], weights + half * kNetworkBand, rows);
+  ptx::products_wait<0>();
 #pragma unroll
   for (uint32_t half = 0; half < 2; ++half) {
-    float part[4 * kNetworkLastEights];
-    network_of_stage(part, weights + half * kNetworkBand, rows);
-    ptx::products_wait<0>();
-    network_keep(part);
+    network_keep(part[half]);
 #pragma unroll
     for (uint32_t eight = 0; eight < kNetworkLastEights; ++eight) {
       const float2 scales = *reinterpret_cast<const float2*>(row_scales + last.row(eight, 0));
@@ -40,7 +41,7 @@ __device__ __forceinline__ void network_add_last(const float* row_scales, float2
       for (uint32_t i = 0; i < 4; ++i) {
         const float scale = (i % 2 == 0 ? scales.x : scales.y) * (i < 2 ? block_scales.x : block_scales.y);
         float& sum = sums[half][4 * eight + i];
-        sum = fmaf(part[4 * eight + i], scale, sum);
+        sum = fmaf(part[half][4 * eight + i], scale, sum);
       }
     }
   }

@@ -35,7 +35,7 @@ void set_weights(NetworkPhase& phase, const void* weights, uint32_t num_experts)
 NetworkPhase first_product(const moe::Networks& networks) {
   const uint32_t n = 2 * networks.intermediate_size;
   NetworkPhase phase{};
-  set_rows(phase, networks.rows, networks.num_rows, networks.hidden_size);
+  if (networks.source_rows == nullptr) set_rows(phase, networks.rows, networks.num_rows, networks.hidden_size);
   phase.weight_scales = networks.gate_up_scales;
   phase.row_scales = networks.row_scales;
   phase.n = n;

@@ -23,16 +23,34 @@
 
 namespace putget::cuda {
 
+// One warp: the experts whose short tiles come behind all others.
+__device__ __forceinline__ uint32_t network_find_short(const NetworkCall& call, NetworkShared& shared) {
+  const uint32_t lane = threadIdx.x % 32;
+  uint32_t found = 0;
+  for (uint32_t base = 0; base < call.num_experts; base += 32) {
+    const uint32_t expert = base + lane;
+    const bool is_short = expert < call.num_experts && network_ends_short(call.counts[expert]);
+    const uint32_t all = __ballot_sync(0xffffffffu, is_short);
+    const uint32_t place = found + __popc(all & ((1u << lane) - 1));
+    if (is_short && place < kNetworkShort) shared.experts_of_short[place] = expert;
+    found += __popc(all);
+  }
+  if (found > kNetworkShort) found = 0;
+  if (lane == 0) shared.short_tiles = found;
+  return found;
+}
+
 // One warp: where experts' rows are, and the tiles of experts up to and with each.
 __device__ __forceinline__ void network_count(const NetworkCall& call, NetworkShared& shared) {
   const uint32_t lane = threadIdx.x % 32;
+  const bool short_behind = network_find_short(call, shared) != 0;
   uint32_t before = 0;
   for (uint32_t base = 0; base < call.num_experts; base += 32) {
     const uint32_t expert = base + lane;
     const bool known = expert < call.num_experts;
     const int32_t count = known ? call.counts[expert] : 0;
     const int32_t start = known ? call.starts[expert] : 0;
-    uint32_t tiles = network_tiles(count);
+    uint32_t tiles = network_tiles(count) - (short_behind && network_ends_short(count));
 #pragma unroll
     for (uint32_t step = 1; step < 32; step *= 2) {
       const uint32_t other = __shfl_up_sync(0xffffffffu, tiles, step);
@@ -53,7 +71,7 @@ __device__ __forceinline__ void network_end(const NetworkCall& call, const Netwo
   const uint32_t lane = threadIdx.x % 32;
   if (lane == 0) ended = ptx::add_acq_rel_gpu(&call.progress->ended, 1);
   if (__shfl_sync(0xffffffffu, ended, 0) + 1 != gridDim.x) return;
-  const uint32_t tiles = shared.ends[call.num_experts - 1];
+  const uint32_t tiles = shared.ends[call.num_experts - 1] + shared.short_tiles;
   for (uint32_t i = lane; i < tiles; i += 32) call.progress->ready[i] = 0;
   if (lane == 0) {
     call.progress->taken = 0;
@@ -75,6 +93,7 @@ __device__ __forceinline__ void network_take(const NetworkCall& call, NetworkSha
 __device__ __forceinline__ void network_begin(const NetworkCall& call, NetworkShared& shared) {
   for (const NetworkPhase& product : call.phase) {
     for (const CUtensorMap& weights : product.weights) ptx::prefetch_tensor_map(&weights);
+    if (call.scattered != nullptr && &product == &call.phase[0]) continue;  // there are no boxes of scattered rows
     for (const CUtensorMap& rows : product.rows) ptx::prefetch_tensor_map(&rows);
   }
   for (uint32_t stage = 0; stage < kNetworkStages; ++stage) {

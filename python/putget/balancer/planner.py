@@ -45,7 +45,7 @@ def rebalance(
         previous: the placement in force. The plan keeps as much of it as costs at most 0.01 of max/mean, and slots keep
             what stays on their rank.
         max_moves: the most experts that ranks have to get in one layer; needs `previous`. Experts that have lost their
-            last slot with a rank are placed in any case.
+            last slot with a rank are placed in any case, and empty slots are filled; both count.
         min_gain: a layer whose max/mean would fall by less keeps its part of `previous`; needs `previous`.
         dead_ranks: ranks whose slots stay empty (-1).
         host_store: whether an expert that no live rank holds in `previous` can come from elsewhere.

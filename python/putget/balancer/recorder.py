@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -120,6 +122,9 @@ class RoutingRecorder:
     def save(self, path: str | os.PathLike[str], task: str) -> None:
         """Writes what has been recorded into an .npz archive, beside the tasks that it has.
 
+        Several ranks may write into one archive: each waits until those before it have written. A file system without
+        locks lets them all write at once, and keeps the last one's tasks.
+
         Args:
             path: an archive to make, or one that `save` made.
             task: the name of the array.
@@ -129,13 +134,14 @@ class RoutingRecorder:
         """
         place = as_path("path", path)
         tasks = {as_name("task", task): self.ids()}
-        if place.exists():
-            before = _read(place)
-            if task in before:
-                raise ValueError(f"{place} has an array {task!r}")
-            tasks = {**before, **tasks}
         try:
-            _write(place, tasks)
+            with _turn(place) as fresh:
+                if place.exists():
+                    before = _read(place)
+                    if task in before:
+                        raise ValueError(f"{place} has an array {task!r}")
+                    tasks = {**before, **tasks}
+                _write(fresh, tasks)
         except OSError as error:
             raise ValueError(f"{place} cannot be written: {error}") from error
 
@@ -152,15 +158,36 @@ def _read(path: Path) -> dict[str, NDArray[Any]]:
         raise ValueError(f"{path} is no .npz archive of arrays: {error}") from error
 
 
-def _write(path: Path, tasks: dict[str, NDArray[Any]]) -> None:
-    """Writes an archive as ``np.savez_compressed`` does, which takes no array that is called "file"."""
+@contextlib.contextmanager
+def _turn(path: Path) -> Iterator[BinaryIO]:
+    """An empty file that becomes the archive. Others wait until this one has, so none misses another one's tasks."""
     fresh = path.with_name(f".{path.name}.new.npz")  # a reader never sees half of a file
-    try:
-        with zipfile.ZipFile(fresh, "w", zipfile.ZIP_DEFLATED) as archive:
-            for name, array in tasks.items():
-                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                    np.lib.format.write_array(member, array, allow_pickle=False)
-        os.replace(fresh, path)
-    except OSError:
-        fresh.unlink(missing_ok=True)
-        raise
+    while True:
+        with os.fdopen(os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b") as file:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                if not os.path.samestat(os.fstat(file.fileno()), fresh.stat()):
+                    continue
+            except FileNotFoundError:
+                continue  # it has become the archive meanwhile
+            try:
+                file.truncate()
+                yield file
+                file.flush()
+                os.replace(fresh, path)
+            except BaseException:
+                fresh.unlink(missing_ok=True)
+                raise
+            finally:
+                with contextlib.suppress(OSError):  # a fork may keep the file open
+                    fcntl.flock(file, fcntl.LOCK_UN)
+            return
+
+
+def _write(file: BinaryIO, tasks: dict[str, NDArray[Any]]) -> None:
+    """Writes an archive as ``np.savez_compressed`` does, which takes no array that is called "file"."""
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, array in tasks.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, array, allow_pickle=False)

@@ -12,11 +12,11 @@ from putget.core.wire import Wire
 from putget.errors import PutgetError
 from putget.group import files
 from putget.group.agreement import CONNECTING, RUNNING, Attempt
-from putget.group.peers import Message
+from putget.group.peers import MAX_DESCRIPTORS, Message
 from putget.memory.native_memory import Memory, close_share, decode_share, encode_share
 from putget.memory.workspace import Workspace, stage_of
 
-_NUMBERS = 64  # of workspaces in a generation, and of generations
+_NUMBERS = 64  # of workspaces in a generation
 _CARD_BYTES = 1024
 
 
@@ -35,7 +35,7 @@ class DomainRounds:
         num_bytes: Memory of this rank for it, beside the workspace.
 
     Raises:
-        ValueError: Rows do not fit into the network's writes.
+        ValueError: Rows do not fit into the network's writes, or the workspace has too many objects.
         PeerTimeout: A rank did not come in time.
         PutgetError: The memory could not be had.
     """
@@ -53,10 +53,26 @@ class DomainRounds:
         self._comm, self._handle, self._config, self._home, self._routes = comm, handle, config, home, routes
         self._network = comm.network  # outlives the object
         self._device = workspace.memory.device
-        self.name = comm.numbers  # of the object; the same on all ranks
+        self._number: int | None = None
+        self._require_few(workspace)
         files.require_left(comm.rank, files.needed_for_shares(len(comm.near_ranks), self.num_shares))
         workspace.memory.epoch()  # waits for the device: rounds are counted from there on, on all ranks alike
-        self.join(workspace, [self], range(comm.size), None)
+        comm.numbers.agree(comm.exchange("numbers", comm.numbers.said(), workspace.warmup_timeout_s).values())
+        self.name = comm.numbers.next  # of the object; the same on all ranks
+        try:
+            self.join(workspace, [self], range(comm.size), None)
+        except BaseException:
+            comm.numbers.retire(self._number)
+            raise
+
+    def _require_few(self, workspace: Workspace) -> None:
+        """Raises ValueError where ``set_active_ranks`` could not share the memory of all objects at once."""
+        shares = self.num_shares + sum(part.num_shares for part in workspace.across)
+        if shares > MAX_DESCRIPTORS:
+            raise ValueError(
+                f"workspace: its {len(workspace.across) + 1} objects share {shares} memories with each rank of a "
+                f"domain, allowed are {MAX_DESCRIPTORS}: give some of them another workspace"
+            )
 
     def leave(self) -> None:
         """Ends this rank's part: its regions are gone, and what others still send finds none.
@@ -75,6 +91,7 @@ class DomainRounds:
         Raises:
             PutgetError: The network refused.
         """
+        self._comm.numbers.retire(self._number)
         words = (ctypes.c_uint32 * _abi.RANK_WORDS)()
         status = _abi.library().putget_domains_end(self._handle, words)
         if status not in (_abi.OK, _abi.FAULT):
@@ -87,7 +104,7 @@ class DomainRounds:
         return 2 if self._network.waits_on(self._device) else 1
 
     def create(self, members: Sequence[int]) -> tuple[str, list[_abi.Share]]:
-        """Makes the memory and the object's part, under a number that no write of before has.
+        """Makes the memory and the object's part, under a number that no write of before has, nor another object.
 
         Returns:
             The card for the other domains, and the memories' shares for the own one.
@@ -97,14 +114,15 @@ class DomainRounds:
         """
         comm, handle = self._comm, self._handle
         on_device = self._network.waits_on(self._device)
-        generation, number = divmod(comm.next_number(), _NUMBERS)
+        taken = comm.numbers.take()
+        generation, number = divmod(taken, _NUMBERS)
         domain_of = (ctypes.c_uint8 * comm.size)(*comm.domain_of)
         active = (ctypes.c_uint32 * _abi.RANK_WORDS)()
         for rank in members:
             active[rank // 32] |= 1 << (rank % 32)
         given = _abi.DomainsConfig(
             workspace=number,
-            generation=generation % _NUMBERS,
+            generation=generation,
             domain_of=ctypes.addressof(domain_of),
             target_ranks=self._routes[0].data_ptr(),
             target_slots=self._routes[1].data_ptr(),
@@ -124,6 +142,8 @@ class DomainRounds:
         _abi.call(
             "putget_domains_create", ctypes.byref(given), handle, self._memory.handle, staged, self._network.handle
         )
+        comm.numbers.hold(taken, self._number)
+        self._number = taken
         card = (ctypes.c_uint8 * _CARD_BYTES)()
         card_bytes = ctypes.c_uint64(_CARD_BYTES)
         _abi.call("putget_domains_card", handle, card, ctypes.byref(card_bytes))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from putget import _abi
+from putget import _abi, _abi_moe
 from putget._arguments import check_apart, check_int, check_tensor
 from putget.core.geometry import OUTPUT_TYPES, Geometry
 from putget.errors import ProtocolMisuse
@@ -35,10 +35,10 @@ class GroupSizes:
     alignment: int
     payloads: tuple[Payload, ...]
 
-    def config(self) -> _abi.MoeConfig:
+    def config(self) -> _abi_moe.MoeConfig:
         """The same for the C ABI."""
         row_bytes = [payload.row_bytes for payload in self.payloads]
-        return _abi.MoeConfig(
+        return _abi_moe.MoeConfig(
             device=_abi.DEVICE_CUDA if self.device.type == "cuda" else _abi.DEVICE_CPU,
             ordinal=self.device.index or 0,
             ep_size=self.ep_size,
@@ -87,7 +87,7 @@ class ExpertMajorMemory:
         self.max_rows = sizes.max_rows
         self._sizes = sizes
         self._config = sizes.config()
-        layout = _abi.MoeLayout()
+        layout = _abi_moe.MoeLayout()
         _abi.call("putget_moe_layout_of", ctypes.byref(self._config), ctypes.byref(layout))
         self.num_bytes = int(layout.total_bytes)
         self._memory = memory = torch.zeros(int(layout.total_bytes), dtype=torch.uint8, device=sizes.device)
@@ -187,13 +187,13 @@ class Grouper:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # kernels may use it from any stream
         self._sets: dict[tuple[int, int, bool], ExpertMajorMemory] = {}
-        self._group_args = _abi.MoeGroupArgs(
+        self._group_args = _abi_moe.MoeGroupArgs(
             num_tokens=num_tokens.data_ptr(),
             expert_to_rank=expert_to_rank.data_ptr(),
             lost_rows=self.lost_rows.data_ptr(),
             stray_rows=self.stray_rows.data_ptr(),
         )
-        self._finalize_args = _abi.MoeFinalizeArgs()
+        self._finalize_args = _abi_moe.MoeFinalizeArgs()
         self._flat: FlatRows | None = None
         self._combine_input: torch.Tensor | None = None
         self._round = 0

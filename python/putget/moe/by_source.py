@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from putget import _abi
+from putget import _abi, _abi_moe
 from putget.memory.workspace import current_stream
 
 
@@ -47,9 +47,9 @@ class BySource:
 
     def _struct(
         self, num_tokens: torch.Tensor, rows: Sequence[torch.Tensor], into: Sequence[torch.Tensor], max_rows: int
-    ) -> _abi.MoeBySourceArgs:
+    ) -> _abi_moe.MoeBySourceArgs:
         slots = num_tokens.numel() * max_rows
-        args = _abi.MoeBySourceArgs(
+        args = _abi_moe.MoeBySourceArgs(
             device=_abi.DEVICE_CUDA if self._device.type == "cuda" else _abi.DEVICE_CPU,
             ordinal=self._device.index or 0,
             num_tokens=num_tokens.data_ptr(),

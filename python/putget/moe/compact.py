@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from putget import _abi
+from putget import _abi, _abi_moe
 from putget.memory.workspace import current_stream
 
 
@@ -79,7 +79,7 @@ def count_routes(topk_idx: torch.Tensor, ranks: int, num_local_experts: int) -> 
     experts = ranks * num_local_experts
     counts = torch.zeros(ranks + experts, dtype=torch.int32, device=topk_idx.device)
     in_rank = torch.empty(num_tokens, ranks, dtype=torch.bool, device=topk_idx.device)
-    args = _abi.MoeRoutesArgs(
+    args = _abi_moe.MoeRoutesArgs(
         **_where(topk_idx.device),
         ids=topk_idx.data_ptr(),
         in_rank=in_rank.data_ptr(),
@@ -120,7 +120,7 @@ def compact(
     sizes = [count, max_rows * ep_size, ep_size]
     places = Compact(*torch.split(torch.empty(sum(sizes), dtype=torch.int32, device=device), sizes))
     rows = [part.new_empty(count, *part.shape[1:]) for part in payloads]
-    args = _abi.MoeCompactArgs(
+    args = _abi_moe.MoeCompactArgs(
         **_where(device),
         num_tokens=num_tokens.data_ptr(),
         rows=places.rows.data_ptr(),
@@ -140,7 +140,7 @@ def compact(
     return places, rows, local
 
 
-def _local_choices(args: _abi.MoeCompactArgs, choices: Choices, count: int) -> Choices:
+def _local_choices(args: _abi_moe.MoeCompactArgs, choices: Choices, count: int) -> Choices:
     """Room for the choices of the results, which the call is told."""
     ids, weights = choices.ids, choices.weights
     local = ids.new_empty(count, ids.shape[1])
@@ -165,7 +165,7 @@ def take_rows(rows: torch.Tensor, index: torch.Tensor, into: torch.Tensor) -> No
     """
     if not (len(rows) and len(into)):
         return
-    args = _abi.MoeExpandArgs(
+    args = _abi_moe.MoeExpandArgs(
         **_where(rows.device), source_rows=index.data_ptr(), num_source_rows=len(rows), num_payloads=1
     )
     args.valid.limit = len(into)

@@ -318,8 +318,9 @@ def grouped_bf16_mm(rows: Tensor, weights: Tensor, groups: Groups, expected_rows
     out = torch.empty((rows.shape[0], weights.shape[1]), dtype=rows.dtype, device=rows.device)
     if not rows.is_cuda:
         for expert, (start, count) in enumerate(zip(groups.offsets.tolist(), groups.num_rows.tolist(), strict=False)):
-            span = slice(start, start + count)
-            out[span] = (rows[span].float() @ weights[expert].float().T).to(out.dtype)
+            if count:  # without rows, the conversion of the weights would be the whole cost
+                span = slice(start, start + count)
+                out[span] = (rows[span].float() @ weights[expert].float().T).to(out.dtype)
     return out
 
 

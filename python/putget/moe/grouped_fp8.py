@@ -17,7 +17,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from putget import _abi
+from putget import _abi, _abi_moe
 from putget._arguments import check_tensor
 from putget._log import logger
 from putget.errors import BackendUnavailable
@@ -190,7 +190,7 @@ def _native_product(
     """The kernel of the library; writes into out. At least one row and one expert."""
     num_experts, n, k = weights.shape
     assert rows.scales is not None  # they are checked
-    args = _abi.MoeProductArgs(
+    args = _abi_moe.MoeProductArgs(
         device=_abi.DEVICE_CUDA,
         ordinal=out.device.index or 0,
         rows=rows.codes.data_ptr(),

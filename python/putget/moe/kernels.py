@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeAlias, overload
 
 import torch
 
-from putget import _abi
+from putget import _abi, _abi_moe
 from putget._arguments import check_apart, check_int, check_row_bytes, check_tensor
 from putget.core.expert_major import ExpertMajor
 from putget.core.geometry import OUTPUT_TYPES
@@ -91,7 +91,7 @@ def expand(
             check_tensor(f"out[{index}]", one, shape, (like.dtype,), device)
             for other, read in enumerate(sources):
                 check_apart(f"out[{index}]", one, f"source[{other}]", read)
-    args = _abi.MoeExpandArgs(
+    args = _abi_moe.MoeExpandArgs(
         device=_device_kind(device),
         ordinal=device.index or 0,
         valid=_valid_rows(num_valid, rows, device),
@@ -188,7 +188,7 @@ def gated_activation(
             if one.data_ptr() % 16:
                 raise ValueError(f"{name} begins at an address that is no multiple of 16 bytes, which quantise needs")
     check_apart("out", out, "x", x)
-    args = _abi.MoeActivationArgs(
+    args = _abi_moe.MoeActivationArgs(
         device=_device_kind(x.device),
         ordinal=x.device.index or 0,
         valid=_valid_rows(num_valid, rows, x.device),
@@ -254,19 +254,19 @@ def _given_or_new(
     return check_tensor(name, given, shape, (dtype,), device)
 
 
-def _valid_rows(num_valid: Any, limit: int, device: torch.device) -> _abi.MoeRows:
+def _valid_rows(num_valid: Any, limit: int, device: torch.device) -> _abi_moe.MoeRows:
     """For the C ABI.
 
     Raises:
         ValueError: num_valid is none of what it may be.
     """
     if num_valid is None:
-        return _abi.MoeRows(limit=limit)
+        return _abi_moe.MoeRows(limit=limit)
     if isinstance(num_valid, torch.Tensor):
         if num_valid.numel() != 1:
             raise ValueError(f"num_valid has shape {list(num_valid.shape)}, expected one int32, or (offsets, num_rows)")
         check_tensor("num_valid", num_valid, tuple(num_valid.shape), (torch.int32,), device)
-        return _abi.MoeRows(count=num_valid.data_ptr(), limit=limit)
+        return _abi_moe.MoeRows(count=num_valid.data_ptr(), limit=limit)
     if isinstance(num_valid, ExpertMajor):
         if num_valid.capacity != limit:
             raise ValueError(f"num_valid is of {num_valid.capacity} rows, the tensors have {limit}")
@@ -284,5 +284,5 @@ def _valid_rows(num_valid: Any, limit: int, device: torch.device) -> _abi.MoeRow
         raise ValueError(f"offsets has {starts} entries, expected {groups} or {groups + 1}")
     check_tensor("offsets", offsets, (starts,), (torch.int32,), device)
     if groups == 0:
-        return _abi.MoeRows(limit=0)
-    return _abi.MoeRows(offsets=offsets.data_ptr(), num_rows=num_rows.data_ptr(), num_groups=groups, limit=limit)
+        return _abi_moe.MoeRows(limit=0)
+    return _abi_moe.MoeRows(offsets=offsets.data_ptr(), num_rows=num_rows.data_ptr(), num_groups=groups, limit=limit)

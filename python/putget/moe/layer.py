@@ -23,9 +23,9 @@ from putget.group.communicator import Communicator, collective
 from putget.memory.workspace import resolve_device
 from putget.moe.experts import Bf16Experts, Fp8Experts, expected_rows
 from putget.moe.kernels import GATES, Gate
-from putget.moe.loading import DenseState, load_networks, load_router
+from putget.moe.loading import DenseState, load_networks, load_router, require_networks, write_networks
 from putget.moe.lost import LayerMetrics, LostExperts
-from putget.moe.placed import SlotOptions, place_experts
+from putget.moe.placed import SlotOptions, digest_of, place_experts
 from putget.moe.replays import Replays
 from putget.moe.router import Placing, Router, Routing
 from putget.moe.shared_experts import SharedExperts
@@ -74,7 +74,8 @@ class ExpertParallelMoE(nn.Module):
     device, where its workspace is.
 
     With `slots` experts may have replicas: each rank has as many slots, a slot holds one expert, and
-    the router's ids are turned into slots before dispatch. `set_placement` changes the placement between two rounds.
+    the router's ids are turned into slots before dispatch. `set_placement`, which is collective, changes the
+    placement between two rounds.
 
     Args:
         comm: The expert-parallel group.
@@ -244,9 +245,12 @@ class ExpertParallelMoE(nn.Module):
             prefix: Of all names, such as ``model.layers.3.mlp.``.
 
         Raises:
-            ValueError: A tensor is missing, or has another shape; the message names it.
+            ValueError: A tensor is missing, or has another shape; the message names it, and nothing has changed.
         """
         dense = DenseState(state, prefix)
+        dense.router(self.router)  # a missing tensor is found before anything is changed
+        if self.shared is not None:
+            dense.network("shared_experts", self.hidden_size, self.shared.experts.down.shape[2])
         load_networks(self.experts, [_name_of(expert) for expert in self.local_experts], dense, self._unsure)
         self._unsure.clear()
         if self.shared is not None:
@@ -264,32 +268,64 @@ class ExpertParallelMoE(nn.Module):
     ) -> None:
         """Another placement of the same sizes, from the next round on. Captured graphs obey it.
 
-        Every rank calls it between the same two rounds, with the same placement. On CUDA it is ordered on the current
-        stream.
+        Collective over the active ranks, between the same two rounds: it is in force on all of them, or on none. On
+        CUDA it is ordered on the current stream. A rank waits up to ``warmup_timeout_s`` for the others to come, and
+        as long again for them to load weights.
 
         Args:
-            placement: Which expert each slot holds from now on.
+            placement: Which expert each slot holds from now on; the same on all ranks.
             state: A dense layer's weights, as for ``load_dense``, for the slots of this rank that get another expert.
                 None: the caller has written them already.
             placement_layer: Which layer of `placement` this one is.
             prefix: Of all names in `state`.
 
         Raises:
-            ValueError: The layer has no slots, the placement other sizes, or a tensor is missing; nothing has changed.
-            Exception: As `state` raises it. Slots may have lost their expert: set this placement again, or the one
-                before, which loads them; so does ``load_dense``.
+            ValueError: The layer has no slots, the placement other sizes, or a tensor is missing, here or on another
+                rank, which the message names; or ranks have other placements. Nothing has changed on any rank.
+            PeerTimeout: A rank did not come in time; as below.
+            PeerLeft: Another rank has raised; as below.
+            Exception: As `state` raises it, or a signal's handler. The former placement stays. Slots of each rank may
+                have lost their expert, and then calls of the layer raise PutgetError there: set this placement again,
+                or the one before, which loads them; so does ``load_dense``.
         """
         if self._placed is None:
             raise ValueError("this layer was made without slots: its experts stay where they are")
-        tables = self._placed.choose.tables_of(placement, placement_layer)
-        experts = self._placed.local_of(placement, placement_layer)
-        if state is not None:
-            held = [-1 if slot in self._unsure else expert for slot, expert in enumerate(self.local_experts)]
-            names = [None if now == before else _name_of(now) for now, before in zip(experts, held, strict=True)]
-            load_networks(self.experts, names, DenseState(state, prefix), self._unsure)
-            self._unsure.clear()
-        self._placed.choose.tables.copy_(tables)
+        placed, workspace = self._placed, self.a2a.workspace
+        members = [rank for rank, is_active in enumerate(workspace.active_ranks) if is_active]
+
+        def load() -> Tensor:
+            workspace.require_consistent()
+            tables = placed.choose.tables_of(placement, placement_layer)
+            changed = self._to_load(placed.local_of(placement, placement_layer))
+            names = changed if state is not None else []
+            dense = DenseState({} if state is None else state, prefix)
+            require_networks(self.experts, names, dense)
+            said = {"placement": digest_of(placement, placement_layer)}
+            workspace.comm.compare(
+                "placement", said, workspace.warmup_timeout_s, members=members, phase="set_placement"
+            )
+            # From here to the end, whichever way it comes, no round may run: weights and tables do not fit.
+            self._unsure.update(slot for slot, name in enumerate(changed) if name is not None)
+            write_networks(self.experts, names, dense, self._unsure)
+            return tables
+
+        tables = workspace.comm.attempt("set_placement", load, members=members, phase="set_placement")
+        placed.choose.tables.copy_(tables)
         self._note_placement(placement, placement_layer)
+        self._unsure.clear()
+
+    def _require_experts(self) -> None:
+        """Raises PutgetError where a load has not come to its end: the layer's results would be wrong."""
+        if self._unsure:
+            raise PutgetError(
+                f"slot(s) {sorted(self._unsure)} of rank {self.a2a.workspace.comm.rank} may have lost their expert: "
+                "a load did not come to its end. set_placement or load_dense loads them"
+            )
+
+    def _to_load(self, experts: Sequence[int]) -> list[str | None]:
+        """The networks that slots need to hold these experts; None for a slot that has its expert."""
+        held = [-1 if slot in self._unsure else expert for slot, expert in enumerate(self.local_experts)]
+        return [None if now == before else _name_of(now) for now, before in zip(experts, held, strict=True)]
 
     def balanced(self) -> BalancedLayer:
         """The part of this layer that a ``putget.balancer.Balancer`` needs.
@@ -368,6 +404,7 @@ class ExpertParallelMoE(nn.Module):
             ValueError: x is wrong; nothing has happened on any rank.
             ExpertsLost: Experts were lost with ranks that were left out, and `degraded` is False. Replays of a graph do
                 not ask: `check` does.
+            PutgetError: A load of weights has not come to its end: see ``set_placement``.
             PeerTimeout: A rank is missing. On CUDA a later call raises it.
         """
         if torch.is_autocast_enabled(self.device.type) and isinstance(x, Tensor) and x.is_floating_point():
@@ -375,6 +412,7 @@ class ExpertParallelMoE(nn.Module):
         if torch.compiler.is_compiling():
             return self._operator(x, num_valid_tokens)
         if self._replays is not None and self.record is None:
+            self._require_experts()
             self.check_input("x", x)
             if self._replays.takes(x.shape[0]):
                 check_valid_tokens(num_valid_tokens, self.device)
@@ -394,6 +432,7 @@ class ExpertParallelMoE(nn.Module):
         check_int("busiest_tokens", 0 if busiest_tokens is None else busiest_tokens, 0, self.max_tokens_per_rank)
         if num_valid_tokens is not None:
             num_valid_tokens = num_valid_tokens.view(1)
+        self._require_experts()
         self._lost.begin_round()
         if not self._looked_at_weights:
             self._looked_at_weights = warn_unwritten(self.experts)
@@ -537,7 +576,8 @@ class ExpertParallelMoE(nn.Module):
         return self._lost.metrics()
 
     def check(self) -> None:
-        """See ``AllToAll.check``. It also raises ``ExpertsLost`` as `forward` does."""
+        """See ``AllToAll.check``. It also raises ``ExpertsLost`` and ``PutgetError`` as `forward` does."""
+        self._require_experts()
         self.a2a.check()
         self._lost.require()
 

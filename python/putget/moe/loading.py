@@ -44,6 +44,15 @@ class DenseState:
             raise ValueError(f"{full} has shape {list(found.shape)}, expected {list(shape)}")
         return found
 
+    def router(self, router: Router) -> list[tuple[Tensor, Tensor]]:
+        """Each parameter of a router, and its tensor here.
+
+        Raises:
+            ValueError: One is missing or has another shape.
+        """
+        named = (("gate.weight", router.weight), ("gate.e_score_correction_bias", router.correction_bias))
+        return [(one, self.tensor(name, tuple(one.shape))) for name, one in named if one is not None]
+
     def network(self, name: str, hidden: int, intermediate: int) -> tuple[list[Tensor], list[Tensor] | None]:
         """Gate, up and down of one feed-forward network, and their scales where the weights are FP8.
 
@@ -70,11 +79,8 @@ class DenseState:
 
 def load_router(router: Router, state: DenseState) -> None:
     """Copies the router's weight and bias."""
-    weight = state.tensor("gate.weight", tuple(router.weight.shape))
-    if router.correction_bias is not None:
-        bias = state.tensor("gate.e_score_correction_bias", tuple(router.correction_bias.shape))
-        router.correction_bias.copy_(bias)
-    router.weight.copy_(weight)
+    for parameter, tensor in state.router(router):
+        parameter.copy_(tensor)
 
 
 def load_networks(
@@ -87,14 +93,26 @@ def load_networks(
 
     Experts whose name is None stay as they are. `written` gets each of the others before it changes.
     """
-    hidden, intermediate = experts.hidden_size, experts.down.shape[2]
-    wanted = [(index, name) for index, name in enumerate(names) if name is not None]
-    for _, name in wanted:  # a missing name is found before anything is changed
-        state.network(name, hidden, intermediate)
-    for index, name in wanted:
-        weights, scales = state.network(name, hidden, intermediate)
-        if written is not None:
-            written.add(index)
+    require_networks(experts, names, state)
+    write_networks(experts, names, state, set() if written is None else written)
+
+
+def require_networks(experts: Bf16Experts | Fp8Experts, names: Sequence[str | None], state: DenseState) -> None:
+    """Raises ValueError where a network is missing or has another shape, before anything is changed."""
+    for name in names:
+        if name is not None:
+            state.network(name, experts.hidden_size, experts.down.shape[2])
+
+
+def write_networks(
+    experts: Bf16Experts | Fp8Experts, names: Sequence[str | None], state: DenseState, written: set[int]
+) -> None:
+    """The part of ``load_networks`` behind ``require_networks``."""
+    for index, name in enumerate(names):
+        if name is None:
+            continue
+        weights, scales = state.network(name, experts.hidden_size, experts.down.shape[2])
+        written.add(index)
         if scales is not None and isinstance(experts, Fp8Experts):
             experts.load_codes(index, weights, scales)
             continue

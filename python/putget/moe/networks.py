@@ -11,7 +11,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from putget import _abi
+from putget import _abi, _abi_moe
 from putget._arguments import check_tensor
 from putget.memory.workspace import current_stream
 from putget.moe import grouped_fp8
@@ -19,9 +19,11 @@ from putget.moe.expert_rows import ExpertRows
 from putget.moe.kernels import GATES, Gate
 
 MOST_EXPERTS = 256  # of a rank
-MOST_ROWS = 128  # of an expert on average: most have one tile then (benchmarks/grouped_fp8.py)
-_TWO_TILES = range(176, 256)  # likewise: most have two, both well filled. Not measured with more experts than these:
-_MOST_EXPERTS_OF_TWO = 32
+FEWEST_UNITS = 112  # of the first product, 128 columns of one expert each: with fewer, too many SMs have none
+MOST_ROWS = 136  # of an expert on average: most have one tile then (benchmarks/grouped_fp8.py)
+_MOST_ROWS_OF_TWO = 255  # likewise: most have two
+_FILLING_TWO = 176  # likewise: both are well filled. With fewer rows these are experts enough for the SMs not to idle:
+_MANY_EXPERTS = 16
 MOST_SCATTERED = 16  # of an expert: more rows are faster copied into order first
 _TILE_ROWS = 16  # no tile is made for fewer
 
@@ -34,10 +36,11 @@ def takes(down: Tensor, expected_rows: int) -> bool:
         expected_rows: Rows of an expert on average.
     """
     num_experts, hidden_size, intermediate_size = down.shape
-    fills_two = expected_rows in _TWO_TILES and num_experts <= _MOST_EXPERTS_OF_TWO
+    fills_two = num_experts >= _MANY_EXPERTS or expected_rows >= _FILLING_TWO
     return (
-        1 <= num_experts <= MOST_EXPERTS
-        and (expected_rows <= MOST_ROWS or fills_two)
+        num_experts <= MOST_EXPERTS
+        and num_experts * intermediate_size // grouped_fp8.GROUP >= FEWEST_UNITS
+        and (expected_rows <= MOST_ROWS or (fills_two and expected_rows <= _MOST_ROWS_OF_TWO))
         and num_experts * max(hidden_size, 2 * intermediate_size) < 1 << 31
         and grouped_fp8.is_native(down.device)
     )
@@ -100,7 +103,7 @@ def run(
     between = torch.empty((capacity, intermediate), dtype=torch.float8_e4m3fn, device=device)
     scales = torch.empty((capacity, intermediate // grouped_fp8.GROUP), device=device)
     assert rows.scales is not None  # they are checked
-    args = _abi.MoeNetworksArgs(
+    args = _abi_moe.MoeNetworksArgs(
         device=_abi.DEVICE_CUDA,
         ordinal=device.index or 0,
         rows=rows.codes.data_ptr(),

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from putget import _abi
+from putget import _abi, _abi_moe
 from putget.memory.workspace import current_stream
 
 _FORMS = {None: 0, "exact": 1, "rounded": 2, "exponents": 3}  # putget_scale_form
@@ -79,8 +79,8 @@ class Pairs:
         self._shape = (num_experts, capacity)
         where = {"device": _abi.DEVICE_CUDA if device.type == "cuda" else _abi.DEVICE_CPU}
         where["ordinal"] = device.index or 0
-        self._send = _abi.MoeSendPairsArgs(**where, top_k=top_k)
-        self._place = _abi.MoePlacePairsArgs(
+        self._send = _abi_moe.MoeSendPairsArgs(**where, top_k=top_k)
+        self._place = _abi_moe.MoePlacePairsArgs(
             **where,
             ep_size=ep_size,
             max_rows=max_rows,
@@ -88,8 +88,8 @@ class Pairs:
             num_experts=num_experts,
             capacity=capacity,
         )
-        self._sum = _abi.MoeSumPairsArgs(**where, top_k=top_k)
-        self._take = _abi.MoeExpandArgs(**where, num_source_rows=num_experts * capacity, num_payloads=1)
+        self._sum = _abi_moe.MoeSumPairsArgs(**where, top_k=top_k)
+        self._take = _abi_moe.MoeExpandArgs(**where, num_source_rows=num_experts * capacity, num_payloads=1)
         self._take.valid.limit = self._received
 
     def send(self, topk_idx: torch.Tensor, x: torch.Tensor, scales: str | None = None) -> SentPairs:

@@ -84,7 +84,7 @@ class PlacedExperts:
         )
         self.local_experts = self.local_of(placement, layer)
         self.note(placement, layer)
-        self._digest = hashlib.sha256(placement.physical_to_logical[layer].tobytes()).hexdigest()[:16]
+        self._first = digest_of(placement, layer)
 
     @property
     def num_slots(self) -> int:
@@ -108,7 +108,12 @@ class PlacedExperts:
 
     def configuration(self) -> dict[str, Any]:
         """The values that must be the same on all ranks when a layer is made."""
-        return {"placement": self._digest, "replica_choice": self.choose.how}
+        return {"placement": self._first, "replica_choice": self.choose.how}
+
+
+def digest_of(placement: Placement, layer: int) -> str:
+    """A word for a layer's placement, by which ranks compare theirs."""
+    return hashlib.sha256(placement.physical_to_logical[layer].tobytes()).hexdigest()[:16]
 
 
 def place_experts(
