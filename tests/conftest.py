@@ -21,6 +21,7 @@ os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 from tests import harness
 from tests.harness import proofs, warm
+from tests.harness.run import reset_units
 from tests.harness.workers import in_order, spread_gpus
 
 spread_gpus(torch.cuda.device_count(), os.environ)
@@ -55,6 +56,12 @@ def device(request: pytest.FixtureRequest) -> str:
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
     return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def units() -> None:
+    """Each test begins with what callers have, whatever layers the one before had on threads of this process."""
+    reset_units()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -357,7 +357,7 @@ def ask_nothing(_: Rank) -> None:
 def test_a_rank_that_waits_logs_where_it_is_and_for_whom(caplog: pytest.LogCaptureFixture) -> None:
     comms = putget.Communicator.local(3)
     with caplog.at_level("WARNING", logger="putget"), pytest.raises(putget.PeerTimeout):
-        Rank(0, 3, torch.device("cpu"), _comm=comms[0]).all_to_all(warmup_timeout_s=0.6)
+        Rank(0, 3, torch.device("cpu"), _comm=comms[0]).all_to_all(warmup_timeout_s=4.0)
     (line,) = caplog.messages
     assert "rank 0 is at AllToAll (attempt 1), step 'AllToAll'" in line
     assert "for rank(s) 1 (last heard at: nothing yet), 2 (last heard at: nothing yet); it gives up in" in line
@@ -371,7 +371,7 @@ def test_the_log_says_where_the_others_were_last(caplog: pytest.LogCaptureFixtur
         with pytest.raises(ValueError, match="num_experts"):
             Rank(comm.rank, 2, torch.device("cpu"), _comm=comm).all_to_all(num_experts=0)
     with caplog.at_level("WARNING", logger="putget"), pytest.raises(putget.PeerTimeout):
-        Rank(0, 2, torch.device("cpu"), _comm=comms[0]).all_to_all(warmup_timeout_s=0.6)
+        Rank(0, 2, torch.device("cpu"), _comm=comms[0]).all_to_all(warmup_timeout_s=4.0)
     assert "for rank(s) 1 (last heard at: leaving AllToAll)" in caplog.messages[0]
     for comm in comms:
         comm.close()

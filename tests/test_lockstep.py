@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
+import resource
+import socket
 import subprocess
 import sys
 import time
+import warnings
 from typing import Any
 
 import pytest
 
 import putget
+from putget import lockstep
 from putget.lockstep import Bell, Lockstep
 from tests.harness import Rank, fresh_ranks, run_ranks
 
@@ -131,11 +137,60 @@ def test_ranks_with_other_names_are_refused() -> None:
     assert all("draft" in text for text in run_ranks(2, name_differently))
 
 
+def lose_rank_0(rank: Rank) -> str:
+    """A body: rank 0 goes when it has said where it listens, and rank 1 connects behind that."""
+    exchange = rank.comm.exchange
+
+    def meet(*words: Any) -> dict[int, Any]:
+        cards = exchange(*words)
+        if rank.rank == 0:
+            raise KeyboardInterrupt
+        exchange("rank 0 is gone", None, PATIENCE_S)
+        return cards
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank.comm, "exchange", meet)
+        with pytest.raises((putget.PeerTimeout, KeyboardInterrupt)) as caught:
+            Lockstep(rank.comm)
+    if rank.rank == 0:
+        exchange("rank 0 is gone", None, PATIENCE_S)
+    return str(caught.value)
+
+
+def test_a_rank_that_has_gone_before_others_connect_is_named() -> None:
+    _, found = run_ranks(2, lose_rank_0, mode="thread")
+    assert found == "lockstep, round 0: rank 1 has lost the connection to rank(s) 0"
+
+
+def find_no_way(rank: Rank, error: OSError) -> str:
+    """A body: rank 1's system finds no way to rank 0, which waits for it."""
+
+    def connect(*_: Any, **__: Any) -> Any:
+        raise error
+
+    if rank.rank == 0:
+        rank.comm.compare("lockstep", {"names": ("model",)}, PATIENCE_S)
+        rank.comm.exchange("lockstep", ["elsewhere", "nowhere", 1, "00"], PATIENCE_S)
+        return ""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lockstep.socket, "create_connection", connect)
+        with pytest.raises(putget.PeerTimeout) as caught:
+            Lockstep(rank.comm)
+    assert caught.value.__cause__ is error
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EHOSTUNREACH, "No route to host"), socket.gaierror(-2, "not known")])
+def test_a_rank_that_no_way_leads_to_is_named(error: OSError) -> None:
+    _, found = run_ranks(2, find_no_way, error, mode="thread")
+    assert found == "lockstep, round 0: rank 1 has lost the connection to rank(s) 0"
+
+
 @pytest.mark.parametrize("names", [(), ("a", "a"), tuple(map(str, range(256)))])
 def test_wrong_names_are_refused(names: tuple[str, ...]) -> None:
     (comm,) = putget.Communicator.local(1)
     with comm:
-        with pytest.raises(ValueError, match=r"names is .*, expected 1 to 254 names, each once"):
+        with pytest.raises(ValueError, match=r"names is .*, expected 1 to 252 names, each once"):
             Lockstep(comm, names)
         step = Lockstep(comm, ("model", "draft"))
         with pytest.raises(ValueError, match="name is 'other', expected one of 'model', 'draft'"):
@@ -168,6 +223,113 @@ def test_a_sleeping_rank_hears_at_once_that_another_is_killed() -> None:
         assert time.monotonic() - began < PATIENCE_S
 
 
+def finish_behind_a_reset(rank: Rank) -> list[Any]:
+    """A body: rank 1 goes with a word unread, so that the next one to it cannot be sent."""
+    step = Lockstep(rank.comm)
+    if rank.rank == 0:
+        step.begin()
+    rank.comm.exchange("a word is unread", 0, PATIENCE_S)
+    if rank.rank == 1:
+        step.close()
+    rank.comm.exchange("rank 1 is gone", 0, PATIENCE_S)
+    if rank.rank == 1:
+        return []
+    assert lockstep._readable(step._peers.values(), PATIENCE_S)  # the end of the connection has come, too
+    step.end()
+    step.finish()
+    with pytest.raises(putget.PeerTimeout) as caught:
+        step.begun()
+    step.leave(has_finished=True)
+    step.close()
+    return [step.num_finished, caught.value.lost]
+
+
+def test_a_rank_finishes_once_beside_one_that_is_gone() -> None:
+    """Its next question finds that, and a caller that goes on without lost ranks does so there."""
+    assert run_ranks(2, finish_behind_a_reset, mode="thread")[0] == [1, (1,)]
+
+
+def leave_by_an_error(rank: Rank, options: dict[str, str]) -> str:
+    """A body: rank 1 leaves, and rank 0 begins a pass once it has heard of that."""
+    step = Lockstep(rank.comm, **options)
+    if rank.rank == 1:
+        step.leave(has_finished=False)
+    rank.comm.exchange("rank 1 has left", 0, PATIENCE_S)
+    found = ""
+    if rank.rank == 0:
+        with pytest.raises(putget.PeerLeft) as caught:
+            step.wait(None, PATIENCE_S)
+        found = str(caught.value)
+    rank.comm.exchange("behind", 0, PATIENCE_S)
+    step.close()
+    return found
+
+
+@pytest.mark.parametrize(("options", "what"), [({}, "Lockstep"), ({"what": "serve_all"}, "serve_all")], ids=str)
+def test_a_rank_that_leaves_is_told_by_the_callers_name(options: dict[str, str], what: str) -> None:
+    found = run_ranks(2, leave_by_an_error, options, mode="thread")
+    assert found[0] == f"rank 1 has left {what}: it raised an error inside; call it again on all ranks"
+
+
+def fork_between_passes(rank: Rank) -> list[Any]:
+    """A body: a child of rank 1 tries every call, and leaves by an error; then rank 1 has a pass."""
+    step, refused = Lockstep(rank.comm), 0
+    if rank.rank == 1:
+        child = os.fork()
+        if not child:
+            calls = (step.begin, step.begun, lambda: step.wait(None, 0.0), step.finish, lambda: step.pause(1))
+            for call in calls:
+                with contextlib.suppress(putget.ForkedChild):
+                    call()
+                    os._exit(1)
+            step.leave(has_finished=False)
+            os._exit(0)
+        refused = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    rank.comm.exchange("the child has ended", 0, PATIENCE_S)
+    before = step.begun()
+    rank.comm.exchange("nothing was said", 0, PATIENCE_S)
+    if rank.rank == 1:
+        step.begin()
+    while rank.rank == 0 and step.begun() is None:
+        step.wait(None, PATIENCE_S)
+    step.end()
+    rank.comm.exchange("behind", 0, PATIENCE_S)
+    step.close()
+    return [refused, before, step.number]
+
+
+def test_a_forked_child_is_refused_and_does_not_leave() -> None:
+    assert run_ranks(2, fork_between_passes) == [[0, None, 1]] * 2
+
+
+def play_with_many_files(rank: Rank) -> list[Any]:
+    """A body: the process has more than a thousand descriptors before it makes its own."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most[1], most[1]))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
+    try:
+        step, bell = Lockstep(rank.comm), Bell()
+        bell.set()
+        step.wait(bell, PATIENCE_S)
+        if rank.rank == 0:
+            step.begin()
+        while step.begun() is None and rank.rank != 0:
+            step.wait(None, PATIENCE_S)
+        step.end()
+        rank.comm.exchange("behind", 0, PATIENCE_S)
+        step.close()
+        return [bell.fileno() >= 1024, bell.is_set(), step.number]
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, most)
+
+
+@pytest.mark.skipif(resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 2048, reason="few descriptors are allowed")
+def test_descriptors_have_any_number() -> None:
+    assert run_ranks(2, play_with_many_files) == [[True, True, 1]] * 2
+
+
 def test_a_bell_rings_until_it_is_cleared() -> None:
     bell = Bell()
     assert not bell.wait(0.0)
@@ -178,6 +340,23 @@ def test_a_bell_rings_until_it_is_cleared() -> None:
     bell.clear()
     bell.clear()
     assert not bell.is_set()
+
+
+def test_a_forked_child_neither_rings_nor_stills_its_parents_bell() -> None:
+    bell = Bell()
+    for call in (bell.set, bell.clear):
+        was_set = bell.is_set()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # threads of other tests
+            child = os.fork()
+        if child == 0:
+            try:
+                call()
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        assert bell.is_set() == was_set
+        bell.set()
 
 
 def leave_one_out(rank: Rank) -> list[Any]:

@@ -22,6 +22,7 @@ _NEXT = {
     "combine": _ROUND,
     "setup": "; when they live, call the same constructor again on all ranks, or make a Communicator without them",
     "close": ", which the network has not delivered to; memory that it may still touch is kept, at least until then",
+    "set_placement": "; set this placement again on all active ranks, or the one before",
     "set_active_ranks": "; call it again, without those that are gone, or call recover()",
 }
 
@@ -33,8 +34,8 @@ class PeerTimeout(PutgetError):
     no mask: across domains it can name a healthy rank, one that waited for the lost rank itself.
 
     Attributes:
-        phase: What was going on: "setup", "dispatch", "combine", "check", "set_active_ranks", "close", "exchange"
-            (experts), "lockstep" (the passes of ``putget.lockstep``).
+        phase: What was going on: "setup", "dispatch", "combine", "check", "set_active_ranks", "close",
+            "set_placement", "exchange" (experts), "lockstep" (the passes of ``putget.lockstep``).
         rank: The rank that waited (of the expert-parallel group).
         said_by: The rank whose deadline has passed, where another rank of this attempt has said it; else None.
         epoch: The round, counted from the start of the workspace; 0 during set-up.

@@ -17,15 +17,17 @@ import time
 import weakref
 from collections.abc import Iterable, Sequence
 
-from putget.errors import PeerTimeout, ProtocolMisuse
+from putget import _fork
+from putget.errors import PeerLeft, PeerTimeout, ProtocolMisuse
 from putget.group import reach
 from putget.group.communicator import Communicator
 from putget.group.handshake import host_identity
 
-# A number and a pass's name, by its place in ``names``; or how often a rank has finished; or the number of a pause.
+# A number and a pass's name, by its place in ``names``; or how often a rank has finished, also by an error; or the
+# number of a pause; or that of a pass, before the rank goes on without ranks that are gone.
 _WORD = struct.Struct("!QB")
-_FINISHED, _PAUSED = 255, 254
-_MOST_NAMES = 254
+_FINISHED, _PAUSED, _LEFT, _GOES_ON = 255, 254, 253, 252
+_MOST_NAMES = 252
 _HELLO = struct.Struct("!I16s")  # the rank, and the secret of the one that it connects to
 _NOTHING = -1
 _LOOPBACK = "127.0.0.1"
@@ -35,10 +37,25 @@ def _give_back(file: int) -> None:
     os.close(file)
 
 
+def _readable(waits: Iterable[socket.socket | Bell], timeout_s: float | None) -> set[int]:
+    """The descriptors that can be read, or are at their end; waits for one of them. None: without a deadline.
+
+    ``select.select`` refuses descriptors from 1024 on, which a server with many connections has.
+    """
+    poll = select.poll()
+    for one in waits:
+        poll.register(one, select.POLLIN)
+    return {file for file, _ in poll.poll(None if timeout_s is None else max(0.0, timeout_s) * 1000)}
+
+
 class Bell:
-    """A ``threading.Event`` that ``Lockstep.wait`` can wait for beside its sockets."""
+    """A ``threading.Event`` that ``Lockstep.wait`` can wait for beside its sockets.
+
+    A forked child has its parent's bell: it hears it, and neither rings nor stills it.
+    """
 
     def __init__(self) -> None:
+        self._process = _fork.here
         self._file = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, _give_back, self._file).atexit = False  # threads and handlers may ring until the end
 
@@ -48,12 +65,14 @@ class Bell:
 
     def set(self) -> None:
         """Rings until ``clear``."""
-        os.eventfd_write(self._file, 1)
+        if self._process.is_here:
+            os.eventfd_write(self._file, 1)
 
     def clear(self) -> None:
         """Is still."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._file)
+        if self._process.is_here:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._file)
 
     def is_set(self) -> bool:
         """Whether it rings."""
@@ -61,36 +80,48 @@ class Bell:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until it rings; whether it does."""
-        return bool(select.select([self], [], [], timeout)[0])
+        return bool(_readable([self], timeout))
 
 
 class Lockstep:
     """The passes of a group's ranks. Calls come from one thread at a time.
 
+    A forked child has the connections of its parent, and is no rank: calls raise ``ForkedChild`` there.
+
     Args:
         comm: The ranks. Collective.
         names: Names of passes, the same on all ranks: the model, a draft layer.
         timeout_s: Deadline of set-up in seconds.
+        what: The call that runs the passes, as ``PeerLeft`` names it.
 
     Attributes:
         number: Passes that this rank has taken part in.
         idle_passes: Those that it had no token in, as its caller counts them.
 
     Raises:
-        ValueError: Names are none, more than 254, or differ between ranks.
+        ValueError: Names are none, more than 252, or differ between ranks.
         PeerTimeout: A rank did not come in time.
     """
 
-    def __init__(self, comm: Communicator, names: Sequence[str] = ("model",), timeout_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        names: Sequence[str] = ("model",),
+        timeout_s: float = 60.0,
+        what: str = "Lockstep",
+    ) -> None:
         if not 1 <= len(set(names)) == len(names) <= _MOST_NAMES:
             raise ValueError(f"names is {tuple(names)}, expected 1 to {_MOST_NAMES} names, each once")
         comm.compare("lockstep", {"names": tuple(names)}, timeout_s)
-        self._rank, self._names = comm.rank, tuple(names)
+        self._rank, self._names, self._what = comm.rank, tuple(names), what
+        self._process = _fork.here
         self.number = self.idle_passes = 0
         self._own: int = _NOTHING  # the name of the pass that this rank is in
         self._begun: dict[int, int] = {}  # by rank: the name of the pass after ``number`` that it has begun
         self._later: dict[int, list[tuple[int, int]]] = {}  # by rank: what it has said of passes behind that
         self._finished = dict.fromkeys(range(comm.size), 0)
+        self._left: dict[int, int] = {}  # by rank: the last of these times, where it was by an error
+        self._goes_on: dict[int, int] = {}  # by rank: the pass before which it looks for ranks that are gone
         self._paused = dict.fromkeys(range(comm.size), 0)
         self._rest = dict.fromkeys(range(comm.size), b"")
         self._lost: set[int] = set()
@@ -106,6 +137,7 @@ class Lockstep:
             ValueError: It is none of them; nothing has been said.
             ProtocolMisuse: Another rank has begun it under another name.
             PeerTimeout: A rank is gone.
+            PeerLeft: A rank has left by an error.
         """
         if name not in self._names:
             raise ValueError(f"name is {name!r}, expected one of {', '.join(map(repr, self._names))}")
@@ -113,13 +145,22 @@ class Lockstep:
         self._require_there(begins=True)
         self._own = self._names.index(name)
         self._say(self.number + 1, self._own)
+        self._require_there(begins=True)
         self._require_same(self._own)
+
+    def announce(self) -> None:
+        """Says that this rank begins the next pass when it has gone on without ranks that are gone.
+
+        Others that have finished would not look for them: they do so now, and go on too.
+        """
+        self._say(self.number + 1, _GOES_ON)
 
     def begun(self) -> str | None:
         """The name of the next pass if another rank has begun it: this one takes part.
 
         Raises:
             PeerTimeout: A rank is gone.
+            PeerLeft: A rank has left by an error, and the pass would wait for it.
         """
         self._listen()
         found = next(iter(self._begun.values()), None)
@@ -151,13 +192,35 @@ class Lockstep:
         """
         if self.begun() is None:
             waits: list[socket.socket | Bell] = [*self._peers.values()]
-            select.select(waits if bell is None else [*waits, bell], [], [], timeout_s)
+            _readable(waits if bell is None else [*waits, bell], timeout_s)
             self._listen()
 
     def finish(self) -> None:
-        """This rank has no more work of its own, and says so. It takes part until all have said it."""
+        """This rank has no more work of its own, and says so. It takes part until all have said it.
+
+        That a rank is gone is told by the next ``begun`` or ``wait``: this call counts once, and does not fail halfway.
+        """
+        self._require_here()
         self._finished[self._rank] += 1
         self._say(self._finished[self._rank], _FINISHED)
+
+    def leave(self, has_finished: bool) -> None:
+        """This rank has no more work because of an error, and says so. The others begin no pass without it.
+
+        A forked child that ends inside says nothing: its parent goes on.
+
+        Args:
+            has_finished: Whether it has called ``finish`` already, and has left while it took part for others.
+        """
+        if not self._process.is_here:
+            return
+        self._finished[self._rank] += not has_finished
+        self._say(self._finished[self._rank], _LEFT)
+
+    @property
+    def num_finished(self) -> int:
+        """How often this rank has finished, also by an error."""
+        return self._finished[self._rank]
 
     @property
     def all_finished(self) -> bool:
@@ -175,8 +238,10 @@ class Lockstep:
         Raises:
             PeerTimeout: A rank is gone. The others have been told.
         """
+        self._require_here()
         self._paused[self._rank] = number
         self._say(number, _PAUSED)
+        self._require_there()
 
     @property
     def all_paused(self) -> bool:
@@ -189,7 +254,15 @@ class Lockstep:
             peer = self._peers.pop(rank, None)
             if peer is not None:
                 peer.close()
-            for kept in (self._begun, self._later, self._rest, self._finished, self._paused):
+            for kept in (
+                self._begun,
+                self._later,
+                self._goes_on,
+                self._rest,
+                self._finished,
+                self._left,
+                self._paused,
+            ):
                 kept.pop(rank, None)
             self._lost.discard(rank)
 
@@ -201,6 +274,9 @@ class Lockstep:
         """Ends the connections: others see that this rank is gone. Idempotent."""
         while self._peers:
             self._peers.popitem()[1].close()
+
+    def _require_here(self) -> None:
+        self._process.require_here(self._rank, "Lockstep")
 
     def _require_same(self, own: int) -> None:
         for rank, code in self._begun.items():
@@ -216,13 +292,15 @@ class Lockstep:
                 peer.sendall(_WORD.pack(number, code))
             except OSError:
                 self._lost.add(rank)
-        self._require_there()
 
     def _listen(self) -> None:
         """Reads what others have said."""
-        waits = [peer for peer in self._peers.values() if peer.fileno() >= 0]
-        for peer in select.select(waits, [], [], 0.0)[0]:
-            rank = next(rank for rank, one in self._peers.items() if one is peer)
+        self._require_here()  # a child would read it in its parent's place
+        waits = {rank: peer for rank, peer in self._peers.items() if peer.fileno() >= 0}
+        found = _readable(waits.values(), 0.0)
+        for rank, peer in waits.items():
+            if peer.fileno() not in found:
+                continue
             try:
                 came = peer.recv(1 << 16)
             except OSError:
@@ -239,10 +317,14 @@ class Lockstep:
         whole = len(came) - len(came) % _WORD.size
         self._rest[rank] = came[whole:]
         for number, code in _WORD.iter_unpack(came[:whole]):
-            if code == _FINISHED:
+            if code in (_FINISHED, _LEFT):
                 self._finished[rank] = number
+                if code == _LEFT:
+                    self._left[rank] = number
             elif code == _PAUSED:
                 self._paused[rank] = number
+            elif code == _GOES_ON:
+                self._goes_on[rank] = number
             elif number == self.number + 1:
                 self._begun[rank] = code
             elif number > self.number:
@@ -251,9 +333,19 @@ class Lockstep:
     def _require_there(self, begins: bool = False) -> None:
         """A rank goes when all have finished: to one that has finished too it is not lost, unless a pass begins."""
         own = self._finished[self._rank]
-        lost = {rank for rank in self._lost if begins or not own or self._finished[rank] < own}
+        # A pass needs all ranks: of this rank, or of one that has begun it and has not finished.
+        waiting = [rank for rank, number in self._goes_on.items() if number == self.number + 1]
+        least = min([own, *(self._finished[rank] for rank in [*self._begun, *waiting])])
+        self._require_none_left(least)
+        needs_all = begins or not own or bool(waiting)
+        lost = {rank for rank in self._lost if needs_all or self._finished[rank] < own}
         if lost:
             raise PeerTimeout("lockstep", self._rank, self.number, lost, lost=lost)
+
+    def _require_none_left(self, least: int) -> None:
+        for rank, number in self._left.items():
+            if number > least:
+                raise PeerLeft("lockstep", self._rank, rank, self._what, "it raised an error inside")
 
 
 def _connect(comm: Communicator, timeout_s: float) -> dict[int, socket.socket]:
@@ -268,8 +360,13 @@ def _connect(comm: Communicator, timeout_s: float) -> dict[int, socket.socket]:
             for rank in range(comm.rank):
                 identity, host, port, word = cards[rank]
                 host = _LOOPBACK if identity == here else host
-                met[rank] = socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic()))
-                met[rank].sendall(_HELLO.pack(comm.rank, bytes.fromhex(word)))
+                try:
+                    met[rank] = socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic()))
+                    met[rank].sendall(_HELLO.pack(comm.rank, bytes.fromhex(word)))
+                except TimeoutError:
+                    raise
+                except OSError as error:  # it listened, and does not any more, or its address leads nowhere from here
+                    raise PeerTimeout("lockstep", comm.rank, 0, {rank}, lost={rank}) from error
             while len(met) < comm.size - 1:
                 server.settimeout(max(0.1, deadline - time.monotonic()))
                 _take(server, secret, met, range(comm.rank + 1, comm.size))

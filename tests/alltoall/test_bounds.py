@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import putget
-from putget import _abi, moe
+from putget import _abi, _abi_moe, moe
 from putget.tuning import Launch
 from tests.harness import Rank, run_ranks
 
@@ -72,11 +72,11 @@ STRUCTURES = [
     _abi.Share,
     _abi.DispatchArgs,
     _abi.CombineArgs,
-    _abi.MoeConfig,
-    _abi.MoeFinalizeArgs,
-    _abi.MoeRows,
-    _abi.MoeExpandArgs,
-    _abi.MoeActivationArgs,
+    _abi_moe.MoeConfig,
+    _abi_moe.MoeFinalizeArgs,
+    _abi_moe.MoeRows,
+    _abi_moe.MoeExpandArgs,
+    _abi_moe.MoeActivationArgs,
 ]
 INTS = (ctypes.c_uint32, ctypes.c_int32, ctypes.c_uint64)
 
@@ -248,6 +248,6 @@ def test_calls_bound_every_field(c_memory: Any) -> None:
 
 
 def test_expert_major_rows_are_bounded_where_no_expert_is_local() -> None:
-    config = _abi.MoeConfig(ep_size=128, num_experts=1, top_k=32, max_rows=(1 << 22) - 1, alignment=1)
+    config = _abi_moe.MoeConfig(ep_size=128, num_experts=1, top_k=32, max_rows=(1 << 22) - 1, alignment=1)
     with pytest.raises(ValueError, match=r"^rows of all experts is "):
-        _abi.call("putget_moe_layout_of", ctypes.byref(config), ctypes.byref(_abi.MoeLayout()))
+        _abi.call("putget_moe_layout_of", ctypes.byref(config), ctypes.byref(_abi_moe.MoeLayout()))

@@ -158,8 +158,8 @@ def test_a_round_that_another_object_has_ended_is_not_combined(provider: str) ->
 
     def body(rank: Rank) -> tuple[str, float]:
         ids, weights, rows = torch.tensor([[0, 2]], dtype=torch.int32), torch.ones(1, 2), torch.ones(1, 4)
-        workspace = putget.Workspace(rank.comm, 1 << 20, device=rank.device, timeout_s=5, warmup_timeout_s=5)
-        first, second = (rank.all_to_all(workspace=workspace, timeout_s=5.0) for _ in range(2))
+        workspace = putget.Workspace(rank.comm, 1 << 20, device=rank.device, timeout_s=20, warmup_timeout_s=20)
+        first, second = (rank.all_to_all(workspace=workspace, timeout_s=20.0) for _ in range(2))
         first.dispatch(ids, weights, rows)
         second.dispatch(ids, weights, rows)
         with pytest.raises(putget.ProtocolMisuse) as raised:
@@ -180,7 +180,7 @@ def test_a_round_that_another_object_has_ended_is_not_combined(provider: str) ->
 
 def test_objects_that_only_some_ranks_have_are_told() -> None:
     def body(rank: Rank) -> str:
-        workspace = putget.Workspace(rank.comm, 1 << 20, device=rank.device, timeout_s=5, warmup_timeout_s=5)
+        workspace = putget.Workspace(rank.comm, 1 << 20, device=rank.device, timeout_s=20, warmup_timeout_s=20)
         objects = [rank.all_to_all(workspace=workspace) for _ in range(2)]
         objects[rank.rank].close()
         with pytest.raises(ValueError, match="the workspace has 1 objects on rank") as raised:

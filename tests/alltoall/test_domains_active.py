@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import putget
+from putget.core import domain_rounds
 from tests.harness import Rank, run_ranks
 from tests.harness.cases import Case
-from tests.harness.compare import check_round, play_round
+from tests.harness.compare import check_case, check_round, play_round
 from tests.harness.domains import Masks, World, check_masks, come_and_go, in_domains, network, only, ragged
 from tests.memory.test_workspace import bytes_of
 
@@ -36,6 +37,74 @@ def shared_then_changed(rank: Rank, case: Case, masks: list[tuple[bool, ...]], m
     for owner in (*objects, workspace):
         owner.close()
     return outcomes
+
+
+def change_with(rank: Rank, case: Case, count: int) -> list[Any]:
+    """A body: so many objects on a workspace, as layers of a model; ranks agree, and the last object plays."""
+    with putget.Workspace(
+        rank.comm, bytes_of(case), device=rank.device, timeout_s=20, warmup_timeout_s=20
+    ) as workspace:
+        objects = [rank.all_to_all(**case.options(), workspace=workspace) for _ in range(count)]
+        workspace.set_active_ranks((True,) * rank.size)
+        outcome = play_round(objects[-1], rank, case, 0)
+        for owner in objects:
+            owner.close()
+    return [outcome]
+
+
+def test_a_workspace_of_all_layers_of_a_large_model_goes_on() -> None:
+    case = in_domains(Case(3, ragged(3, 1, 2, 5), num_experts=6, top_k=2, max_tokens_per_rank=5), 2)
+    found = run_ranks(3, change_with, case, 96, mode="thread", timeout=120, network=network(2))
+    check_case(case, found)
+
+
+def make_too_many(rank: Rank, case: Case) -> str:
+    """A body."""
+    with putget.Workspace(
+        rank.comm, bytes_of(case), device=rank.device, timeout_s=20, warmup_timeout_s=20
+    ) as workspace:
+        objects = [rank.all_to_all(**case.options(), workspace=workspace) for _ in range(3)]
+        with pytest.raises(ValueError, match="give some of them another workspace") as caught:
+            rank.all_to_all(**case.options(), workspace=workspace)
+        objects.pop().close()
+        objects.append(rank.all_to_all(**case.options(), workspace=workspace))
+        for owner in objects:
+            owner.close()
+    return str(caught.value)
+
+
+def test_objects_whose_memory_cannot_be_shared_at_once_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(domain_rounds, "MAX_DESCRIPTORS", 3)
+    case = in_domains(Case(3, ragged(3, 1, 2, 5), num_experts=6, top_k=2, max_tokens_per_rank=5), 2)
+    for text in run_ranks(3, make_too_many, case, mode="thread", network=network(2)):
+        assert "workspace: its 4 objects share 4 memories with each rank of a domain, allowed are 3" in text
+
+
+def make_again(rank: Rank, case: Case) -> list[Any]:
+    """A body: rank 1 cannot make the second object of a workspace, and all make it again; the first one is number 0."""
+    with putget.Workspace(
+        rank.comm, bytes_of(case), device=rank.device, timeout_s=20, warmup_timeout_s=20
+    ) as workspace:
+        first = rank.all_to_all(**case.options(), workspace=workspace)
+        rank.comm.numbers.next = 4096  # as behind as many objects that have been closed
+        with pytest.MonkeyPatch.context() as patch:
+            if rank.rank == 1:
+                patch.setattr(rank.comm.numbers, "take", refuse)
+            with pytest.raises(putget.PutgetError):
+                rank.all_to_all(**case.options(), workspace=workspace)
+        with rank.all_to_all(**case.options(), workspace=workspace) as again:
+            outcomes = [play_round(owner, rank, case, index) for index, owner in enumerate((first, again, first))]
+        first.close()
+    return outcomes
+
+
+def refuse() -> int:
+    raise putget.PutgetError("there is no room")
+
+
+def test_an_object_that_one_rank_could_not_make_is_made_again() -> None:
+    case = in_domains(Case(3, ragged(3, 3, 2, 5), num_experts=6, top_k=2, max_tokens_per_rank=5), 2)
+    check_case(case, run_ranks(3, make_again, case, mode="thread", network=network(2)))
 
 
 def test_active_ranks_change_for_all_objects_of_a_workspace(provider: str) -> None:

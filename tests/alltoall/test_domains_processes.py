@@ -177,7 +177,7 @@ def test_a_killed_rank_is_named_within_the_deadline(four: RankProcesses, provide
         four.submit(rank, until_lost, network, 3, phase)
     found = four.results([0, 1, 2], timeout=90)
     assert {rank: missing for rank, (missing, _) in found.items()} == dict.fromkeys(range(3), "(3,)")
-    assert max(took for _, took in found.values()) < 4.0 + 5.0  # a busy machine takes its time, too
+    assert max(took for _, took in found.values()) < 4.0 + 30.0  # a busy machine takes its time, too
 
 
 def owed(rank: Rank, network: putget.Network, timeout_s: float, late_s: float) -> tuple[str, float, float]:
@@ -216,13 +216,13 @@ def find_owed(timeout_s: float, late_s: float) -> tuple[list[str], float, float]
     return [answers[rank][0] for rank in range(3)], gone - began, ended - began
 
 
-@pytest.mark.parametrize(("late_s", "timeout_s"), [(2.0, 16.0), (6.0, 10.0)], ids=["early", "late"])
+@pytest.mark.parametrize(("late_s", "timeout_s"), [(2.0, 24.0), (13.0, 24.0)], ids=["early", "late"])
 def test_a_killed_rank_that_owes_a_return_is_found_before_the_deadline(late_s: float, timeout_s: float) -> None:
     """No write to it is under way: its source asks, at half of the deadline and each eighth behind it.
 
     Over tcp heartbeats take 20 s. Where a busy machine lets the killed process end too late, others are tried.
     """
-    eighth, busy_s = timeout_s / 8, 1.5
+    eighth, busy_s = timeout_s / 8, 6.0
     for _ in range(4):
         missing, gone, ended = find_owed(timeout_s, late_s)
         if gone <= timeout_s - eighth - busy_s:

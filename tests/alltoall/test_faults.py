@@ -26,7 +26,7 @@ ALL = (True,) * SIZE
 TIMEOUT_S = 1.5
 WARMUP_S = 4.0
 # The time that a loaded machine with two cores may take beyond the deadline.
-SLACK_S = 5.0
+SLACK_S = 30.0
 
 ROUNDS = tuple(Round(i, (3, 8 - i % 8, i % 6, 5), ending=("zero_copy", "flat")[i % 2]) for i in range(10))
 CASE = Case(SIZE, ROUNDS, num_experts=9, top_k=3, payloads=(((40,), torch.uint8), ((3,), torch.float32)))
@@ -366,14 +366,15 @@ def test_two_deaths_at_once_then_one_more(ranks: RankProcesses) -> None:
 
 def test_a_time_out_is_remembered_until_the_ranks_agree_again(ranks: RankProcesses) -> None:
     """One time-out, not one a call: after the first, calls raise at once."""
-    start(ranks)
+    timeout_s = 8.0
+    start(ranks, timeout_s=timeout_s)
     ranks.signal(2, signal.SIGKILL)
     require_timeout(ranks, (2,), "dispatch", 2, dispatch, 1)
     for body, args in ((dispatch, (1,)), (combine, (1,)), (check, ())):
         for got in ranks.call(timed_out, body, *args, ranks=[0, 1, 3]).values():
             assert isinstance(got, Timeout), (body, got)
             assert (got.missing, got.epoch) == ((2,), 2)
-            assert got.seconds < TIMEOUT_S
+            assert got.seconds < timeout_s
     shrink(ranks, 2)
     ranks.call(check, ranks=[0, 1, 3])
 

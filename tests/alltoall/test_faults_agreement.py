@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,6 +40,7 @@ from tests.alltoall.test_faults import (
 )
 from tests.harness import Rank, RankProcesses, fresh_ranks, run_ranks
 from tests.harness.compare import check_round
+from tests.harness.processes import thread_states
 
 
 @pytest.fixture
@@ -104,10 +106,10 @@ def test_a_member_of_the_mask_that_never_calls(ranks: RankProcesses) -> None:
 
 
 def test_a_late_member_of_the_mask_is_waited_for(ranks: RankProcesses) -> None:
-    start(ranks)
+    start(ranks, timeout_s=30.0)
     for rank in (0, 1, 3):
         ranks.submit(rank, set_active_ranks, ALL)
-    time.sleep(TIMEOUT_S / 2)
+    time.sleep(1.0)
     ranks.submit(2, set_active_ranks, ALL)
     ranks.results(range(SIZE))
     require_round(ranks, 1)
@@ -194,9 +196,8 @@ def test_two_stopped_members_of_which_one_has_joined(ranks: RankProcesses) -> No
     """The words of a stopped rank stand in its peers' sockets: they are neither an answer nor a wish of its own."""
     start(ranks, timeout_s=PATIENT_S)
     ranks.signal(2, signal.SIGSTOP)
-    ranks.submit(3, timed_out, set_active_ranks, ALL)
-    time.sleep(0.5)
-    ranks.signal(3, signal.SIGSTOP)
+    ranks.submit(3, join_and_stop, (0, 1, 2), SIZE - 1, True)
+    require_stopped(ranks, 3)
     for rank in (0, 1):
         ranks.submit(rank, drop_missing_and_try_again, 0.0, 0.0)
     for dropped, mask in ranks.results([0, 1]).values():
@@ -205,9 +206,9 @@ def test_two_stopped_members_of_which_one_has_joined(ranks: RankProcesses) -> No
     require_round(ranks, 2, without(2, 3))
 
 
-def join_and_stop(rank: Rank, told: tuple[int, ...], messages: int) -> None:
-    """A body: says so many messages of an agreement on all ranks to some peers, then stops for good; or where it would
-    give up itself, after the others, whom it hears, but who do not all hear it.
+def join_and_stop(rank: Rank, told: tuple[int, ...], messages: int, at_once: bool = False) -> None:
+    """A body: says so many messages of an agreement on all ranks to some peers, then stops for good: as it is about to
+    say more, or at once; or where it would give up itself, after the others, whom it hears, but who do not all hear it.
     """
     agreement = rank.comm._agreement
     peers = agreement.mesh.peers
@@ -220,12 +221,23 @@ def join_and_stop(rank: Rank, told: tuple[int, ...], messages: int) -> None:
             if peer in told:
                 left[0] -= 1
                 send(fields, *args)
+                if left[0] == 0 and at_once:
+                    os.kill(os.getpid(), signal.SIGSTOP)
 
         return limited
 
     for peer, connection in peers.items():
         connection.send = limit(peer, connection.send)  # type: ignore[method-assign]
     rank.state["a2a"].set_active_ranks(ALL)
+
+
+def require_stopped(ranks: RankProcesses, rank: int) -> None:
+    """Waits until a rank has stopped itself."""
+    pid, deadline = ranks._processes[rank].pid, time.monotonic() + 30
+    assert pid is not None
+    while thread_states(pid) != {"T"}:
+        assert time.monotonic() < deadline, f"rank {rank} goes on"
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("messages", [1, 2, 3])
@@ -253,7 +265,7 @@ def test_a_quorum_is_held_before_any_effect(ranks: RankProcesses) -> None:
     start(ranks)
     for _, (message, seconds) in ranks.call(refused, set_active_ranks_with_quorum, without(1, 2), 3).items():
         assert "quorum" in message or "own rank" in message
-        assert seconds < TIMEOUT_S
+        assert seconds < SLACK_S
     require_round(ranks, 1)
     ranks.signal(2, signal.SIGKILL)
     require_timeout(ranks, (2,), "dispatch", 3, dispatch, 2)
@@ -314,16 +326,25 @@ def share(rank: Rank) -> None:
     construct(rank, {"workspace": workspace})
 
 
-def disturb(rank: Rank, step: str, delay: float, timeout_s: float) -> None:
-    """A body: this rank comes late to a step of the next constructor, or does not wait there."""
+def disturb(rank: Rank, step: str, over: Path) -> None:
+    """A body: rank 1 does not wait in a step of the next constructor, and another one comes behind that."""
     mesh = rank.comm._mesh
     exchange = mesh.exchange
 
     def disturbed(what: str, *args: Any, **options: Any) -> Any:
-        if what == step:
-            mesh.exchange = exchange  # type: ignore[method-assign]
-            time.sleep(delay)
-            options["timeout_s"] = timeout_s
+        if what != step:
+            return exchange(what, *args, **options)
+        mesh.exchange = exchange  # type: ignore[method-assign]
+        if rank.rank == 1:
+            try:
+                return exchange(what, *args, **options | {"timeout_s": 0.01})
+            finally:
+                over.touch()
+        deadline = time.monotonic() + 30
+        while not over.exists():
+            assert time.monotonic() < deadline, "rank 1 waits"
+            time.sleep(0.01)
+        time.sleep(0.5)  # the others hear of it before, if they listen
         return exchange(what, *args, **options)
 
     mesh.exchange = disturbed  # type: ignore[method-assign]
@@ -341,12 +362,13 @@ def construct_other_layout(rank: Rank) -> None:
 
 
 @pytest.mark.parametrize("step", ["mix", "mixed"])
-def test_a_second_layout_that_came_to_some_ranks_only_is_healed(ranks: RankProcesses, step: str) -> None:
+def test_a_second_layout_that_came_to_some_ranks_only_is_healed(
+    ranks: RankProcesses, step: str, tmp_path: Path
+) -> None:
     """Rank 1 times out in one of the two steps in which ranks mix layouts; the others pass it."""
     ranks.call(share)
     require_round(ranks, 0)
-    ranks.call(disturb, step, 0.0, 0.01, ranks=[1])
-    ranks.call(disturb, step, 0.7, TIMEOUT_S, ranks=[0])
+    ranks.call(disturb, step, tmp_path / "over", ranks=[0, 1])
     came = ranks.call(timed_out, construct_other_layout)
     assert isinstance(came[1], Timeout), came
     assert set(ranks.call(set_active_ranks, ALL).values()) == {ALL}
@@ -358,11 +380,10 @@ def test_a_second_layout_that_came_to_some_ranks_only_is_healed(ranks: RankProce
         check_round(OTHER, index, ranks.call(play_one, OTHER, index))
 
 
-def test_no_round_before_the_ranks_have_met_again(ranks: RankProcesses) -> None:
+def test_no_round_before_the_ranks_have_met_again(ranks: RankProcesses, tmp_path: Path) -> None:
     ranks.call(share)
     require_round(ranks, 0)
-    ranks.call(disturb, "mix", 0.0, 0.01, ranks=[1])
-    ranks.call(disturb, "mix", 0.7, TIMEOUT_S, ranks=[0])
+    ranks.call(disturb, "mix", tmp_path / "over", ranks=[0, 1])
     ranks.call(timed_out, construct_other_layout)
     for message in ranks.call(refused_round).values():
         assert "set_active_ranks" in message

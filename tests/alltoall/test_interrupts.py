@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import putget
+from putget.core.native_object import NativeObject
 from tests.harness import Rank
 
 TIMEOUT_S = 100.0  # nothing here takes so long but a wait that does not end
@@ -80,6 +82,19 @@ def send(number: int) -> Callable[[], None]:
     return lambda: os.kill(os.getpid(), number)
 
 
+def send_as_it_waits(number: int) -> threading.Thread:
+    """Sends a signal once the main thread has begun to wait: before, its handler would raise in Python code."""
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def wait() -> None:
+        deadline = time.monotonic() + TIMEOUT_S / 4
+        while sys._current_frames()[main].f_code is not NativeObject._run.__code__ and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    return later(0, wait, lambda: time.sleep(0.3), send(number))
+
+
 def dispatch(a2a: putget.AllToAll) -> putget.Received:
     return a2a.dispatch(IDS, ROW[:, :2].contiguous(), ROW)
 
@@ -103,7 +118,7 @@ def heal(ranks: Peer) -> None:
 
 def test_control_c_ends_a_wait_at_once(ranks: Peer) -> None:
     began = time.monotonic()
-    later(0.3, send(signal.SIGINT))
+    send_as_it_waits(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         dispatch(ranks[0])
     assert time.monotonic() - began < TIMEOUT_S / 4
@@ -118,7 +133,7 @@ def test_control_c_ends_the_wait_of_a_combine(ranks: Peer) -> None:
     dispatch(ranks[0])
     peer.join(TIMEOUT_S)
     began = time.monotonic()
-    later(0.3, send(signal.SIGINT))
+    send_as_it_waits(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         combine_twice(ranks[0])
     assert time.monotonic() - began < TIMEOUT_S / 4
@@ -133,7 +148,7 @@ def test_a_handler_may_raise_anything(ranks: Peer) -> None:
 
     signal.signal(signal.SIGALRM, refuse)
     began = time.monotonic()
-    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    send_as_it_waits(signal.SIGALRM)
     with pytest.raises(OSError, match="enough"):
         dispatch(ranks[0])
     assert time.monotonic() - began < TIMEOUT_S / 4
@@ -170,10 +185,13 @@ def test_a_rank_in_another_thread_is_not_interrupted(ranks: Peer) -> None:
         except BaseException as error:
             caught.append(error)
 
-    peer = later(0, wait)
-    later(0.3, send(signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt):
+    def sleep() -> None:
+        later(0.3, send(signal.SIGINT))
         time.sleep(TIMEOUT_S)
+
+    peer = later(0, wait)
+    with pytest.raises(KeyboardInterrupt):
+        sleep()
     dispatch(ranks[0])
     peer.join(TIMEOUT_S)
     assert (caught, arrived) == ([], [[0, 0]])  # nobody has rows for rank 1

@@ -100,8 +100,8 @@ def recover(rank: Rank, deadline: float | None = None, quorum: int | None = None
 
 def test_ranks_that_come_back_are_taken_again(ranks: RankProcesses) -> None:
     assert ranks.call(recover, ranks=[0, 1]) == dict.fromkeys((0, 1), (0, 1))
-    for rank, delay in enumerate((0.0, 0.3, TIMEOUT_S / 2)):
-        ranks.submit(rank, recover, None, None, delay)
+    for rank, delay in enumerate((0.0, 0.3, 1.0)):
+        ranks.submit(rank, recover, 30.0, None, delay)
     assert ranks.results(range(3)) == dict.fromkeys(range(3), (0, 1, 2))
     assert set(ranks.call(active_ranks).values()) == {only(3, 0, 1, 2)}
 

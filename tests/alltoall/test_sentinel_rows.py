@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -232,7 +233,7 @@ def write_nothing_but_ones(rank: Rank, dtype: torch.dtype, wire: Wire) -> tuple[
         payloads=[putget.Payload((4,), torch.float32)],
         output=putget.Payload((32,), dtype),
         combine_dtype=wire,
-        timeout_s=5.0,
+        timeout_s=20.0,
         warmup_timeout_s=20.0,
         **launch(SENTINEL),
     ) as a2a:
@@ -314,7 +315,7 @@ def miss_a_rank(rank: Rank, asks: tuple[int, ...]) -> tuple[str, tuple[int, ...]
     """A body: the last rank dispatches and does not combine."""
     case = Case(3, (Round(1, (4, 4, 4)),), num_experts=6, top_k=6)
     sent = case.sent(0, rank.rank)
-    with rank.all_to_all(**case.options(), **launch(asks[rank.rank]), timeout_s=2.0, warmup_timeout_s=2.0) as a2a:
+    with rank.all_to_all(**case.options(), **launch(asks[rank.rank]), timeout_s=5.0, warmup_timeout_s=5.0) as a2a:
         arguments = [tensor.to(rank.device) for tensor in (sent.topk_ids, sent.topk_weights, *sent.payloads)]
         a2a.dispatch(*arguments)
         a2a.check()
@@ -333,7 +334,7 @@ def test_a_rank_whose_rows_do_not_come_is_named(asks: tuple[int, ...], device: s
     results = run_ranks(3, miss_a_rank, asks, mode="thread", device=device)
     for phase, missing, seconds in results[:2]:
         assert (phase, missing) == ("combine", (2,))
-        assert seconds < 15
+        assert seconds < 5 + 30  # a busy machine takes its time, too
 
 
 # Two experts a rank; the first rank needs none of the last one's rows.
@@ -344,13 +345,11 @@ SOME = Case(
     top_k=2,
     output=((512,), torch.float32),  # so long that there is room
 )
-LATE_S = 4.0
 
 
-def wait_for_some(rank: Rank) -> tuple[float, Outcome, Outcome]:
-    """A body: the last rank comes late to its first combine; nobody meets before the next dispatch is over."""
-    # The first round's deadline lasts until all have ended it, whoever waits for that.
-    deadlines = {"timeout_s": LATE_S / 2, "warmup_timeout_s": 20.0}
+def wait_for_some(rank: Rank, over: Path) -> tuple[Outcome, Outcome]:
+    """A body: the last rank comes to its first combine once the first one has ended it."""
+    deadlines = {"timeout_s": 30.0, "warmup_timeout_s": 30.0}
     opened = replace(SOME, rounds=tuple(replace(one, ending="open") for one in SOME.rounds))
     sent = SOME.sent(1, rank.rank)
     arguments = [tensor.to(rank.device) for tensor in (sent.topk_ids, sent.topk_weights, *sent.payloads)]
@@ -358,20 +357,21 @@ def wait_for_some(rank: Rank) -> tuple[float, Outcome, Outcome]:
     with rank.all_to_all(**SOME.options(), **launch(SENTINEL), **deadlines) as a2a:
         assert a2a.launches(2)[1].sentinel_rows == SENTINEL
         first = play_round(a2a, rank, opened, 0)
-        began = time.monotonic()
-        if rank.rank == 2:
-            time.sleep(LATE_S)
+        deadline = time.monotonic() + 60
+        while rank.rank == 2 and not over.exists():
+            assert time.monotonic() < deadline, "rank 0 waits"
+            time.sleep(0.01)
         combined = a2a.combine(rows)
         a2a.check()
-        seconds = time.monotonic() - began
+        if rank.rank == 0:
+            over.touch()
         a2a.dispatch(*arguments)
         a2a.check()
         a2a.release()
-        return seconds, replace(first, combined=combined.cpu()), play_round(a2a, rank, SOME, 1)
+        return replace(first, combined=combined.cpu()), play_round(a2a, rank, SOME, 1)
 
 
-def test_nobody_waits_for_a_rank_whose_rows_it_does_not_need(device: str) -> None:
-    results = run_ranks(3, wait_for_some, device=device)
-    assert results[0][0] < LATE_S / 2 < results[1][0]
+def test_nobody_waits_for_a_rank_whose_rows_it_does_not_need(device: str, tmp_path: Path) -> None:
+    results = run_ranks(3, wait_for_some, tmp_path / "over", device=device)
     for index in range(2):
-        check_round(SOME, index, {rank: of_rank[1 + index] for rank, of_rank in enumerate(results)})
+        check_round(SOME, index, {rank: of_rank[index] for rank, of_rank in enumerate(results)})

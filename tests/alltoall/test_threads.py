@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -44,19 +46,57 @@ def be_left_alone(rank: Rank) -> tuple[tuple[int, ...], float]:
     options: dict[str, Any] = {**CASE.options(), "num_threads": 4, "timeout_s": 2.0, "warmup_timeout_s": 2.0}
     with rank.all_to_all(**options) as a2a:
         began = time.monotonic()
-        if rank.rank == 1:
-            time.sleep(3.0)
-            return (), 0.0
-        sent = CASE.sent(0, rank.rank)
-        with pytest.raises(putget.PeerTimeout) as caught:
-            a2a.dispatch(sent.topk_ids, sent.topk_weights, *sent.payloads)
-        return tuple(caught.value.missing), time.monotonic() - began
+        missing: tuple[int, ...] = ()
+        if rank.rank != 1:
+            sent = CASE.sent(0, rank.rank)
+            with pytest.raises(putget.PeerTimeout) as caught:
+                a2a.dispatch(sent.topk_ids, sent.topk_weights, *sent.payloads)
+            missing = caught.value.missing
+        took = time.monotonic() - began
+        rank.comm.exchange("the others have waited", None, 60.0)  # a rank that closes is not waited for
+        return missing, took
 
 
 def test_a_wait_of_several_threads_has_a_deadline() -> None:
     for missing, took in run_ranks(3, be_left_alone, mode="thread")[::2]:
         assert missing == (1,)
         assert 1.9 < took < 20
+
+
+WITHOUT_ROOM = """
+import resource, signal
+import torch, putget
+
+def blocked():
+    return signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+(comm,) = putget.Communicator.local(1)
+row = putget.Payload((4096,), torch.float32)
+with comm, putget.AllToAll(
+    comm, num_experts=1, top_k=1, max_tokens_per_rank=512, payloads=[row], output=row, device="cpu", num_threads=4
+) as a2a:
+    ids, weights, rows = torch.zeros(512, 1, dtype=torch.int64), torch.ones(512, 1), torch.randn(512, 4096)
+    before = blocked()
+    pages = int(open("/proc/self/statm").read().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (2 << 20), -1))
+    try:
+        a2a.dispatch(ids, weights, rows)
+    except putget.PutgetError as error:
+        print(error)
+    resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+    print(blocked() == before)
+    received = a2a.dispatch(ids, weights, rows)
+    a2a.combine_input.copy_(received.payloads[0])
+    print(torch.equal(a2a.combine(), rows))
+"""
+
+
+def test_without_room_for_threads_a_call_fails_and_signals_still_come() -> None:
+    command = [sys.executable, "-c", WITHOUT_ROOM]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    error, *rest = done.stdout.splitlines() or [done.stderr]
+    assert error.startswith("cannot start a thread of num_threads that share a call: "), done.stderr
+    assert rest == ["True", "True"]
 
 
 @pytest.mark.parametrize("value", [0, -1, 257, 2.0, "2", True, None])

@@ -20,6 +20,7 @@ from putget.balancer import ExpertBlobs, HostStore, host_settings
 from putget.experts.store_layout import RECORD_BYTES, StoreLayout
 from putget.memory import host_memory
 from tests.harness import Rank, RankError, fresh_ranks, run_ranks
+from tests.harness.processes import thread_states
 
 EXPERTS, LAYERS, RANKS = 10, 3, 4
 
@@ -213,7 +214,7 @@ def stop_while_saving(rank: Rank, path: Path) -> str | None:
             store.save(2, 4, blobs, 0)
         else:
             deadline = time.monotonic() + 30
-            while not (path.exists() and path.read_text() and "(stopped)" in _state_of(path.read_text())):
+            while not (path.exists() and path.read_text() and thread_states(int(path.read_text())) == {"T"}):
                 assert time.monotonic() < deadline
             store.write(2, 4, packed(2, 4))
             assert torch.equal(store.view(2, 4), packed(2, 4))
@@ -225,10 +226,6 @@ def stop_while_saving(rank: Rank, path: Path) -> str | None:
             said = str(caught.value)
         meet(rank)
         return said
-
-
-def _state_of(pid: str) -> str:
-    return Path(f"/proc/{pid}/status").read_text().split("State:")[1].split("\n")[0]
 
 
 def test_a_rank_that_wakes_up_in_a_save_does_not_end_a_newer_one(tmp_path: Path) -> None:
@@ -255,7 +252,7 @@ def test_nothing_stays_behind() -> None:
     for is_dropped in (False, True):
         store = HostStore(comms[0], SIZES, EXPERTS, num_threads=1)
         assert mapped() == 1
-        assert descriptors() == before
+        assert descriptors() <= before
         store.write(1, 2, packed(1, 2))
         view = store.view(1, 2)
         if is_dropped:

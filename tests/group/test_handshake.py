@@ -18,10 +18,19 @@ from putget.group.handshake import Listener, Meeting
 from putget.group.mesh import Deadline
 
 # The time that a loaded machine with two cores may take beyond the deadline.
-SLACK_S = 5.0
+SLACK_S = 30.0
 
 Met = dict[int, socket.socket] | Exception
 FAMILIES = pytest.mark.parametrize("one_host", [True, False], ids=["unix", "tcp"])
+
+
+def files() -> set[tuple[str, str]]:
+    """The open files of this process. Files that an earlier test has left to the collector may go at any time."""
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one of this folder
+            found.add((number, os.readlink(f"/proc/self/fd/{number}")))
+    return found
 
 
 class Group:
@@ -98,9 +107,9 @@ def test_ranks_meet(groups: list[Group], one_host: bool) -> None:
 
 def test_a_listener_is_one_socket_of_one_family(groups: list[Group]) -> None:
     for one_host, family in ((True, socket.AF_UNIX), (False, socket.AF_INET)):
-        before = len(os.listdir("/proc/self/fd"))
+        before = files()
         groups.append(Group(1, one_host))
-        assert len(os.listdir("/proc/self/fd")) == before + 1
+        assert len(files() - before) == 1
         assert groups[-1].listeners[0].sock.family == family
 
 
@@ -131,14 +140,14 @@ def test_one_deadline_holds_however_slowly_a_stranger_speaks(groups: list[Group]
     thread = threading.Thread(target=drip, args=(group.call(0), stop))
     thread.start()
     started = time.monotonic()
-    first, second = group.meet([0, 1], 1.5)
+    first, second = group.meet([0, 1], 5.0)
     seconds = time.monotonic() - started
     stop.set()
     thread.join()
     for rank, error in enumerate((first, second)):
         assert isinstance(error, putget.PeerTimeout), error
         assert (error.phase, error.rank, error.missing) == ("setup", rank, (2,))
-    assert 1.4 < seconds < 1.5 + SLACK_S
+    assert 4.9 < seconds < 5.0 + SLACK_S
 
 
 def test_another_user_is_turned_away_without_a_byte(groups: list[Group], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,11 +155,11 @@ def test_another_user_is_turned_away_without_a_byte(groups: list[Group], monkeyp
     groups.append(group)
     with group.call(0) as stranger:
         monkeypatch.setattr(os, "geteuid", lambda: 4711)
-        (missed,) = group.meet([0], 0.5)
+        (missed,) = group.meet([0], 4.0)  # within it the rank has to look at its listener
         assert isinstance(missed, putget.PeerTimeout)
         assert stranger.recv(1) == b""
     # Nor does a caller prove anything to somebody else's listener.
-    (refused,) = group.meet([1], 0.5)
+    (refused,) = group.meet([1], 30.0)
     assert isinstance(refused, putget.PutgetError)
     assert "somebody else" in str(refused)
 
@@ -232,20 +241,20 @@ def test_a_rank_that_has_ended_is_told_at_once(groups: list[Group]) -> None:
     groups.append(group)
     group.listeners[0].close()
     started = time.monotonic()
-    (refused,) = group.meet([1], 20)
+    (refused,) = group.meet([1], 90)
     assert isinstance(refused, putget.PutgetError)
     assert "rank 0" in str(refused)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 45
 
 
 def test_what_failed_leaves_no_descriptor(groups: list[Group]) -> None:
     group = Group(3, one_host=True)
     groups.append(group)
-    before: Any = sorted(os.listdir("/proc/self/fd"))
+    before = files()
     first, second = group.meet([0, 1], 0.5)
     assert isinstance(first, putget.PeerTimeout)
     assert isinstance(second, putget.PeerTimeout)
-    assert sorted(os.listdir("/proc/self/fd")) == before
+    assert files() <= before
 
 
 class SlowSender(socket.socket):
@@ -273,7 +282,7 @@ def test_a_rank_that_waits_says_for_whom(groups: list[Group], caplog: pytest.Log
     group = Group(3, one_host=True)
     groups.append(group)
     with caplog.at_level("WARNING", logger="putget"):
-        group.meet([0, 1], 3.0)  # they find each other in less than half of it
+        group.meet([0, 1], 8.0)  # they find each other in less than half of it
     for rank, line in enumerate(sorted(caplog.messages)):
         assert line.startswith(f"putget: rank {rank} is at Communicator, connecting and has waited")
         assert "for rank(s) 2; it gives up in" in line

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import threading
 import time
@@ -99,7 +100,64 @@ def test_a_refusal_of_any_length_reaches_the_others(letter: str) -> None:
         assert len(message) < 1 << 20
 
 
+SENT_TO_EACH = 100
 PROMPT_S = 30.0
+
+
+def send_many(rank: Rank) -> str:
+    """Every rank sends every other as many descriptors as its limit leaves room for."""
+    if os.geteuid() == 0:  # Linux lets root send any number
+        try:
+            os.setresuid(65533, 65533, 65533)
+        except OSError as error:
+            return f"root cannot become another user here: {error}"
+    own = [os.open("/dev/null", os.O_RDONLY) for _ in range(SENT_TO_EACH)]
+    needed = len(os.listdir("/proc/self/fd")) + SENT_TO_EACH * (rank.size - 1) + 32
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        return f"{hard} files may be open here, needed are {needed}"
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    try:
+        receivers = {peer: own for peer in range(rank.size) if peer != rank.rank}
+        came = rank.comm.exchange_descriptors("many", {}, 120.0, receivers, members=range(rank.size))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in own:
+            os.close(descriptor)
+    counts = [len(message.descriptors) for message in came.values()]
+    for message in came.values():
+        message.close()
+    assert counts == [SENT_TO_EACH] * (rank.size - 1)
+    return ""
+
+
+def test_more_descriptors_than_may_be_on_their_way_go_one_after_the_other() -> None:
+    """Ranks that read only when all is sent get stuck: two ranks' messages are more than Linux lets a user send."""
+    reasons = run_ranks(8, send_many)
+    for reason in filter(None, reasons):
+        pytest.skip(reason)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_descriptors_that_find_no_room_on_their_way_are_named_at_the_deadline(
+    leaves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = meshes(2)
+    send = one.peers[1].send
+
+    def send_no_descriptors(fields: dict[str, Any], descriptors: list[int], timeout_s: float) -> bool:
+        return not descriptors and send(fields, descriptors, timeout_s)
+
+    monkeypatch.setattr(one.peers[1], "send", send_no_descriptors)
+    timeout_s = PROMPT_S if leaves else 0.2  # a rank that has left is not waited for
+    if leaves:
+        other.refuse(putget.PutgetError("it rains"))
+    with open("/dev/null") as file, pytest.raises(putget.PutgetError) as caught:
+        one.exchange("a step", {}, members=[0, 1], timeout_s=timeout_s, descriptors={1: [file.fileno()]})
+    wanted = "it rains" if leaves else r"rank 0 could not send 1 file descriptors to each of rank\(s\) 1: too many"
+    assert caught.match(wanted)
+    one.close()
+    other.close()
 
 
 def meshes(size: int) -> list[Mesh]:

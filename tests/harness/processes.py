@@ -49,6 +49,16 @@ def kill(pid: int) -> None:
         os.close(process)
 
 
+def thread_states(pid: int) -> set[str]:
+    """The letters that Linux gives the states of a process's threads: "T" is stopped. None if the process has ended."""
+    states = set()
+    with contextlib.suppress(OSError):  # the process has ended
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):  # a thread that has ended meanwhile
+                states.add((task / "stat").read_text().rpartition(")")[2].split()[0])
+    return states
+
+
 class RankError(AssertionError):
     """A body raised on some rank, or did not answer in time; the message has the tracebacks."""
 
@@ -142,10 +152,10 @@ class RankProcesses:
         """Sends a command; its result must be fetched before the next one."""
         self._connections[rank].send_bytes(_pack((body, args)))
 
-    def result(self, rank: int, timeout: float = 60.0) -> Any:
+    def result(self, rank: int, timeout: float = 120.0) -> Any:
         return self.results([rank], timeout)[rank]
 
-    def results(self, ranks: Iterable[int], timeout: float = 60.0) -> dict[int, Any]:
+    def results(self, ranks: Iterable[int], timeout: float = 120.0) -> dict[int, Any]:
         """Waits for the answers of these ranks; a first failure cuts the wait for the others short."""
         waiting = {self._connections[rank]: rank for rank in ranks}
         results: dict[int, Any] = {}
@@ -173,7 +183,7 @@ class RankProcesses:
         return results
 
     def call(
-        self, body: Callable[..., Any], *args: Any, ranks: Iterable[int] | None = None, timeout: float = 60.0
+        self, body: Callable[..., Any], *args: Any, ranks: Iterable[int] | None = None, timeout: float = 120.0
     ) -> dict[int, Any]:
         """Runs one body on several ranks (all by default) and waits for them."""
         chosen = list(range(self.size) if ranks is None else ranks)
@@ -187,6 +197,10 @@ class RankProcesses:
         os.kill(pid, number)
         if number == signal.SIGKILL:
             self._processes[rank].join(10)
+        deadline = time.monotonic() + 10
+        # A thread that runs on another processor goes on for a moment.
+        while number == signal.SIGSTOP and thread_states(pid) - {"T", "Z", "X"} and time.monotonic() < deadline:
+            time.sleep(0.001)
 
     def submit_and_nap(self, rank: int, body: Callable[..., Any], *args: Any) -> None:
         """Submits a body that comes to wait for other ranks on a CPU, and returns once it waits: then it naps."""
@@ -216,14 +230,18 @@ class RankProcesses:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _exit_code(self, rank: int) -> int | None:
-        self._processes[rank].join(2)
+        self._processes[rank].join(30)  # the fork server says how it ended
         return self._processes[rank].exitcode
 
     def _stacks(self, ranks: Iterable[int]) -> str:
         stuck = [rank for rank in ranks if self._processes[rank].is_alive()]
         for rank in stuck:
             self.signal(rank, signal.SIGUSR1)
+        paths = {rank: Path(self._directory) / f"stacks_{rank}" for rank in stuck}
+        # A rank without a core has not been interrupted yet.
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline and not all(path.exists() and path.stat().st_size for path in paths.values()):
+            time.sleep(0.01)
         if stuck:
-            time.sleep(0.5)
-        texts = [(rank, (Path(self._directory) / f"stacks_{rank}")) for rank in stuck]
-        return "".join(f"\nstack of rank {rank}:\n{path.read_text()}" for rank, path in texts if path.exists())
+            time.sleep(0.5)  # the rest of what they write
+        return "".join(f"\nstack of rank {rank}:\n{path.read_text()}" for rank, path in paths.items() if path.exists())

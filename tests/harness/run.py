@@ -13,10 +13,12 @@ from typing import Any
 import torch
 
 import putget
+from putget.moe import networks
 from tests.harness.processes import RankError, RankProcesses
 from tests.harness.rank import Rank
 
 _pools: dict[tuple[int, str], RankProcesses] = {}
+_FEWEST_UNITS = networks.FEWEST_UNITS
 
 
 def run_ranks(
@@ -25,7 +27,7 @@ def run_ranks(
     *args: Any,
     mode: str = "process",
     device: str = "cpu",
-    timeout: float = 60.0,
+    timeout: float = 120.0,
     network: putget.Network | None = None,
 ) -> list[Any]:
     """Runs `body(rank, *args)` on every rank.
@@ -92,6 +94,12 @@ def forget(rank: Rank) -> None:
         with contextlib.suppress(putget.PutgetError):
             a2a.close()
     rank.state.clear()
+    reset_units()
+
+
+def reset_units() -> None:
+    """Sets back what tests.moe.layers changes for the layers of a test: for this process and all its ranks."""
+    networks.FEWEST_UNITS = _FEWEST_UNITS
 
 
 def last_attempt(rank: Rank) -> int:

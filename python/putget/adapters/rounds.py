@@ -159,6 +159,17 @@ class Rounds:
         self._opened(a2a, max_rows)
         return received
 
+    def require_made(
+        self,
+        topk_ids: torch.Tensor,
+        payloads: Sequence[torch.Tensor],
+        active: tuple[bool, ...],
+        *,
+        names: Sequence[str],
+    ) -> None:
+        """Refuses a dispatch of such rows among some ranks alone: see ``SharedWorkspace.require_made``."""
+        self.shared.require_made(self._recipe_of(topk_ids, payloads, names), active)
+
     def prepare(
         self,
         topk_ids: torch.Tensor,
@@ -268,15 +279,14 @@ class Rounds:
         is_begun = looks is not None and begun == self._begun and self._begun_to is self.expert_to_rank
         if not is_begun or self.shared.unproven:
             self._begun = None
-            self._begun_on, self._next_combined = self._all_to_all_for(topk_ids, payloads, names)
+            recipe = self._recipe_of(topk_ids, payloads, names)
+            self._begun_on, self._next_combined = self.shared.all_to_all(recipe), recipe.output
             self._begun, self._begun_to = begun, self.expert_to_rank
         assert self._begun_on is not None
         return self._begun_on, self._zero_weights(topk_ids.shape[0]) if topk_weights is None else topk_weights
 
-    def _all_to_all_for(
-        self, topk_ids: torch.Tensor, payloads: Sequence[torch.Tensor], names: Sequence[str]
-    ) -> tuple[AllToAll, Payload]:
-        """The all-to-all, and the row that its combine takes; raises ValueError where an argument is wrong."""
+    def _recipe_of(self, topk_ids: torch.Tensor, payloads: Sequence[torch.Tensor], names: Sequence[str]) -> Recipe:
+        """The shape of the all-to-all for these; raises ValueError where an argument is wrong."""
         num_tokens = topk_ids.shape[0] if isinstance(topk_ids, torch.Tensor) and topk_ids.dim() == 2 else -1
         if num_tokens < 0:
             raise ValueError(f"expert ids: expected a tensor [num_tokens, {self.top_k}]")
@@ -289,19 +299,16 @@ class Rounds:
             raise ValueError("expert_to_rank is not known: the engine has not said which rank owns which expert")
         num_experts, owners = self._by_rank or (self.num_experts, self.expert_to_rank)
         output = unquantised_row(kinds[0]) if self.output is None else self.output
-        a2a = self.shared.all_to_all(
-            Recipe(
-                num_experts,
-                self.top_k,
-                self.max_tokens_per_rank,
-                kinds,
-                output,
-                owners,
-                self.combine_dtype,
-                0 if self._by_rank else self.num_stats,
-            )
+        return Recipe(
+            num_experts,
+            self.top_k,
+            self.max_tokens_per_rank,
+            kinds,
+            output,
+            owners,
+            self.combine_dtype,
+            0 if self._by_rank else self.num_stats,
         )
-        return a2a, output
 
     def _opened(self, a2a: AllToAll, max_rows: int | None) -> None:
         self._all_to_all = a2a

@@ -357,8 +357,11 @@ class SharedWorkspace:
 
     def set_active_ranks(self, mask: tuple[bool, ...]) -> None:
         """Goes on with these ranks; collective among them where they are others than before (``Workspace``)."""
-        if self.goes_on_with(mask):
-            return
+        if not self.goes_on_with(mask):
+            self.agree(mask)
+
+    def agree(self, mask: tuple[bool, ...]) -> None:
+        """Likewise, also where this rank has had the mask all along: others have left it out meanwhile."""
         assert self._workspace is not None
         self._workspace.set_active_ranks(mask)
         self.open_round = None
@@ -389,7 +392,7 @@ class SharedWorkspace:
 
         Raises:
             ValueError: The recipe is not allowed, differs between ranks or needs more bytes than there are; or it is
-                new while a CUDA graph is being captured.
+                new while a CUDA graph is being captured, or while ranks are left out.
             PeerTimeout: A rank did not come: it may have another recipe.
         """
         self.require_open()
@@ -406,8 +409,23 @@ class SharedWorkspace:
             self._raise_untold()
             if self._workspace is None or self._is_told:
                 self.renew()
+            self.require_made(recipe, self.active_ranks)
             found = self._make_all_to_all(recipe)
         return found
+
+    def require_made(self, recipe: Recipe, active: tuple[bool, ...]) -> None:
+        """Refuses a round of some ranks alone where all ranks would have to make its all-to-all first.
+
+        Raises:
+            ValueError: Ranks are left out, and there is no all-to-all for the recipe; nothing has happened.
+        """
+        if not all(active) and recipe not in self._objects:
+            rows = ", ".join(str(payload) for payload in recipe.payloads)
+            left_out = ", ".join(str(rank) for rank, is_active in enumerate(active) if not is_active)
+            raise ValueError(
+                f"the first dispatch of rows {rows} leaves out rank(s) {left_out}, and all ranks make what it needs: "
+                "run one round of these rows with all ranks before"
+            )
 
     def _make_all_to_all(self, recipe: Recipe) -> AllToAll:
         def make() -> AllToAll:

@@ -25,6 +25,7 @@ from putget.group.files import require_descriptors
 from putget.group.meeting import meet
 from putget.group.mesh import Deadline, Disagreement, Mesh
 from putget.group.networks import NativeNetwork
+from putget.group.numbers import Numbers
 from putget.group.peers import MAX_MESSAGE_BYTES, Message
 
 MOST_VALUE_BYTES = MAX_MESSAGE_BYTES - (1 << 16)  # the rest of a message says where its rank is
@@ -70,6 +71,7 @@ class Communicator:
         size: Ranks in the group (ep_size), at most 128.
         domain_of: The domain of each rank: 0 everywhere, if all ranks map each other's memory.
         network: What joins the domains; None where there is one.
+        numbers: Tells its objects over several domains apart.
         kept: What is made once for this communicator and used by several layers, by key. ``close`` closes it.
         workspaces: How many were made on it; the same on all ranks once one of their constructors has met.
 
@@ -85,6 +87,7 @@ class Communicator:
     size: int
     domain_of: tuple[int, ...]
     network: NativeNetwork | None
+    numbers: Numbers
     kept: dict[Hashable, Closes]
     workspaces: int
 
@@ -154,7 +157,7 @@ class Communicator:
         self._local_group = local_group
         self.domain_of = (0,) * size
         self.network = None
-        self._numbers = 0
+        self.numbers = Numbers()
         self.kept = {}
         self.workspaces = 0
 
@@ -179,20 +182,6 @@ class Communicator:
             return 0, self.size
         return self.near_ranks[0], max(len(ranks) for ranks in domains)
 
-    def next_number(self) -> int:
-        """Tells the objects over several domains apart; the same on all ranks."""
-        self._numbers += 1
-        return self._numbers - 1
-
-    @property
-    def numbers(self) -> int:
-        """How many numbers are taken."""
-        return self._numbers
-
-    def skip_numbers(self, numbers: int) -> None:
-        """So many are taken: other ranks have taken more than this one, in steps that failed or without it."""
-        self._numbers = max(self._numbers, numbers)
-
     @property
     def is_closed(self) -> bool:
         """Whether ``close`` has been called."""
@@ -201,8 +190,8 @@ class Communicator:
     def close(self) -> None:
         """Closes this rank's sockets, and the memory that adapters share between layers of this communicator.
 
-        Objects that the caller has made from it go on working, except for ``set_active_ranks``. Needs no peer.
-        Idempotent.
+        Objects that the caller has made from it go on working, except for ``set_active_ranks`` and a layer's
+        ``set_placement``. Needs no peer. Idempotent.
 
         Raises:
             PeerTimeout, CapacityExceeded, ProtocolMisuse: A fault in that memory that no call has raised yet; all is
@@ -396,8 +385,15 @@ class Communicator:
                         f"rank {rank} has {theirs.get(name)}"
                     )
 
-    def attempt(self, what: str, body: Callable[[], _Result]) -> _Result:
-        """Collective: runs a body that makes an object of all ranks, in steps that are collective too.
+    def attempt(
+        self,
+        what: str,
+        body: Callable[[], _Result],
+        *,
+        members: Sequence[int] | None = None,
+        phase: str = "setup",
+    ) -> _Result:
+        """Collective: runs a body that all ranks come through or none, in steps that are collective too.
 
         Attempt n of this rank meets attempt n of the others. A rank that leaves it, by an error or Ctrl-C, ends it at
         once on all: those that come later, too. So all ranks may try again. Attempts within the body are parts of it.
@@ -405,6 +401,8 @@ class Communicator:
         Args:
             what: Its name, for errors.
             body: What to do. All ranks leave it when the last of them has come to its end.
+            members: As those of ``exchange_among``; the body's steps have the same.
+            phase: Named where a rank does not come to the end.
 
         Returns:
             What the body returns.
@@ -415,7 +413,7 @@ class Communicator:
             ValueError, BackendUnavailable, MemoryError: Another rank has raised it; or as the body raises them.
         """
         self.require_open()
-        return self._mesh.within(what, body, ends_together=True)
+        return self._mesh.within(what, body, members=self._check_members(members), ends_together=True, phase=phase)
 
     @property
     def attempts(self) -> int:

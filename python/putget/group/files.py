@@ -69,6 +69,15 @@ def lacking(rank: int, found: int, needed: int | str) -> PutgetError:
     )
 
 
+def stuck(rank: int, unsent: dict[int, int]) -> PutgetError:
+    """The error of a rank that could not send so many descriptors, by receiver, before its deadline."""
+    receivers = ", ".join(str(peer) for peer in sorted(unsent))
+    return PutgetError(
+        f"rank {rank} could not send {max(unsent.values())} file descriptors to each of rank(s) {receivers}: "
+        "too many of this user's are on their way and not read; raise the rank's limit (ulimit -n)"
+    )
+
+
 def named(error: BaseException, rank: int) -> BaseException:
     """An error in the words of ``lacking`` where a call found no room for a file; else the error itself."""
     return lacking(rank, left(), f"more ({error})") if ran_out(error) else error

@@ -155,6 +155,7 @@ class Mesh:
         *,
         members: Iterable[int] | None = None,
         ends_together: bool = False,
+        phase: str = "setup",
     ) -> _Result:
         """Runs a body as one attempt; within another attempt it is a part of that.
 
@@ -163,6 +164,7 @@ class Mesh:
             body: What to do.
             members: Ranks that take part; None: all.
             ends_together: Members leave the body when all have come to its end, or none does.
+            phase: Named where a rank does not come to the end.
         """
         if self._attempt is not None and self._attempt.number == self._made[0]:
             self.end()  # a signal's handler raised as it was about to end
@@ -176,7 +178,7 @@ class Mesh:
             attempt = self.begin(what, members)
             result = body()
             if ends_together and attempt.step > 0:
-                self.exchange("end", {}, members=attempt.members, timeout_s=attempt.timeout_s)
+                self.exchange("end", {}, members=attempt.members, timeout_s=attempt.timeout_s, phase=phase)
             self._made = attempt.number, what
             self._left_late.clear()
             return result
@@ -345,28 +347,39 @@ class Mesh:
         own = {"attempt": attempt.number, "step": attempt.step, "what": attempt.at, "at": _place(attempt)}
         if attempt.step == 1 and self._made[0] not in attempt.known:
             own["holds"] = self._made[0]
-        for peer in others:
-            self.peers[peer].send({**fields, **own}, descriptors.get(peer, []), attempt.timeout_s)
+
+        def send(receivers: Iterable[int]) -> set[int]:
+            """Returns those for whose descriptors there was no room on the way."""
+            message, timeout_s = {**fields, **own}, attempt.timeout_s
+            return {
+                peer for peer in receivers if not self.peers[peer].send(message, descriptors.get(peer, []), timeout_s)
+            }
+
+        unsent = send(others)
         found: dict[int, Message] = {}
 
         def look() -> bool:
+            nonlocal unsent
+            unsent = send(sorted(unsent))  # ranks have perhaps read, this one too
             self._end_if_left(attempt, others, phase)
             for peer in others:
                 message = self._next(peer, attempt, phase, peer in found)
                 if message is not None:
                     found[peer] = message
-            if len(found) == len(others):
+            if len(found) == len(others) and not unsent:
                 return True
             heed()
             return False
 
         try:
-            self.wait(look, lambda: set(others) - found.keys(), deadline, phase, where=_place(attempt))
+            self.wait(look, lambda: set(others) - found.keys() | unsent, deadline, phase, where=_place(attempt))
             for peer, message in found.items():
                 self._check(attempt, peer, message)
-        except BaseException:
+        except BaseException as error:
             for message in found.values():
                 message.close()
+            if unsent and type(error) is PeerTimeout and not (error.lost or attempt.heard):
+                raise files.stuck(self.rank, {peer: len(descriptors[peer]) for peer in unsent}) from error
             raise
         return found
 

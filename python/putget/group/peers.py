@@ -21,7 +21,7 @@ from putget.group.shield import shielded
 _LENGTH = struct.Struct("!I")
 _DESCRIPTOR = struct.Struct("i")
 MAX_MESSAGE_BYTES = 1 << 20
-_MAX_DESCRIPTORS = 64  # of one message: as many as objects of a workspace share memory
+MAX_DESCRIPTORS = 253  # of one message: what Linux lets travel together (SCM_MAX_FD)
 
 
 def _receive(sock: socket.socket) -> tuple[bytes, list[int], bool]:
@@ -29,7 +29,7 @@ def _receive(sock: socket.socket) -> tuple[bytes, list[int], bool]:
     if sock.family != socket.AF_UNIX:
         return sock.recv(1 << 16), [], False
     # Not socket.recv_fds, which ignores its flags: programs that this process starts must not inherit a peer's memory.
-    room = socket.CMSG_SPACE(_MAX_DESCRIPTORS * _DESCRIPTOR.size)
+    room = socket.CMSG_SPACE(MAX_DESCRIPTORS * _DESCRIPTOR.size)
     data, ancillary, flags, _ = sock.recvmsg(1 << 16, room, socket.MSG_CMSG_CLOEXEC)
     descriptors = []
     for level, kind, content in ancillary:
@@ -82,18 +82,22 @@ class Peer:
         self._bytes = bytearray()
         self._descriptors: deque[int] = deque()
 
-    def send(self, fields: dict[str, Any], descriptors: Iterable[int], timeout_s: float) -> None:
+    def send(self, fields: dict[str, Any], descriptors: Iterable[int], timeout_s: float) -> bool:
         """A peer that is gone is not an error here: waiting for its answer will name it.
 
+        Returns:
+            False where nothing was sent, because too many descriptors of this user are on their way: Linux allows about
+            as many as this process may open. There is room again once ranks have read.
+
         Raises:
-            PutgetError: The message is longer than a peer would read, or too many descriptors are on their way.
+            PutgetError: The message is longer than a peer would read, or a descriptor is closed.
         """
         passed = list(descriptors)
-        shielded(lambda: self._send(fields, passed, timeout_s))
+        return shielded(lambda: self._send(fields, passed, timeout_s))
 
-    def _send(self, fields: dict[str, Any], passed: list[int], timeout_s: float) -> None:
+    def _send(self, fields: dict[str, Any], passed: list[int], timeout_s: float) -> bool:
         if not self._can_send:
-            return
+            return True
         body = json.dumps({**fields, "descriptors": len(passed)}).encode()
         if len(body) > MAX_MESSAGE_BYTES:
             raise PutgetError(f"a message has {len(body)} bytes, allowed are {MAX_MESSAGE_BYTES}")
@@ -105,9 +109,12 @@ class Peer:
         except TimeoutError:
             self.alive = self._can_send = False  # it has not read for so long that its side is full
         except OSError as error:
-            if passed and error.errno in (errno.ETOOMANYREFS, errno.EBADF):  # nothing was sent
+            if passed and error.errno == errno.ETOOMANYREFS:
+                return False
+            if passed and error.errno == errno.EBADF:  # nothing was sent
                 raise PutgetError(f"{len(passed)} file descriptors cannot be sent: {error.strerror}") from error
             self._can_send = False  # its earlier bytes may still be read
+        return True
 
     def receive(self) -> bool:
         """Takes some of what has arrived, without waiting; False where there was nothing."""

@@ -184,12 +184,13 @@ class Workspace:
         """
         memory = self.memory
         active = [rank for rank, is_active in enumerate(self._active) if is_active]
+        numbers = self._comm.numbers.said()
         share = memory.export()
         try:
             passed = [share.descriptor] if share.kind == _abi.SHARE_DESCRIPTOR else []
             messages = self._comm.exchange_descriptors(
                 "shares",
-                {"share": encode_share(share), "mixed": self._mixed, "numbers": self._comm.numbers},
+                {"share": encode_share(share), "mixed": self._mixed, "numbers": numbers},
                 timeout_s,
                 {rank: passed for rank in active if rank in self._comm.near_ranks},
                 members=active,
@@ -199,8 +200,7 @@ class Workspace:
         finally:
             close_share(share)
         try:
-            for message in messages.values():
-                self._comm.skip_numbers(message.fields["numbers"])
+            self._comm.numbers.agree([numbers, *(message.fields["numbers"] for message in messages.values())])
             if any(message.fields["mixed"] for message in messages.values()):
                 self._mix()
             for peer, message in messages.items():

@@ -168,6 +168,40 @@ def test_a_rank_that_is_left_out() -> None:
         assert same_bits(rows, torch.where(lost[:, None], 0, layer.expected(rank)))
 
 
+def test_a_rank_that_was_left_out_comes_back_with_rows_of_a_new_kind() -> None:
+    """The others have agreed on a mask that this rank does not know of."""
+    layer = replace(RAGGED, top_k=1, no_expert=0.0, num_tokens=(3, 2, 5, 1))
+    workspace = workspace_of(layer, "cpu")
+    most = layer.max_tokens_per_rank
+    metainfo = [functions.moe_a2a_initialize(workspace, rank, 4, most) for rank in range(4)]
+
+    def play(active: list[int], dtype: torch.dtype) -> None:
+        mask = functions.moe_a2a_active_rank_mask(active, 4)
+        masks = {"enable_rank_mask": True, "active_rank_mask": mask}
+
+        def run(rank: int) -> None:
+            ids, weights = layer.routes(rank)
+            rows = layer.rows(rank)[0].to(dtype)
+            received, offset, _ = functions.moe_a2a_dispatch(
+                ids, [rows, ids, weights], workspace, metainfo[rank], most, rank, 4, 1, layer.num_experts, **masks
+            )
+            assert received[0].dtype == dtype
+            out = received[0].to(torch.bfloat16).contiguous()
+            functions.moe_a2a_combine(out, len(ids), workspace, metainfo[rank], most, rank, 4, 1, offset, **masks)
+
+        together(active, run)
+
+    everyone = [0, 1, 2, 3]
+    for active, dtype in (
+        (everyone, torch.bfloat16),
+        ([0, 2, 3], torch.bfloat16),
+        (everyone, torch.float16),
+        ([0, 2, 3], torch.float16),
+        (everyone, torch.bfloat16),
+    ):
+        play(active, dtype)
+
+
 def odd_rows(rank: Rank) -> list[torch.Tensor]:
     """A body: payloads that do not say what comes back, then rows of two kinds, and once as FP8."""
     layer = replace(RAGGED, num_tokens=(3, 2))

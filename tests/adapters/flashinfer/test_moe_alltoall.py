@@ -533,6 +533,32 @@ def masked(rank: Rank, layer: Layer) -> list[torch.Tensor]:
     return results
 
 
+def masked_at_first(rank: Rank, layer: Layer) -> str:
+    """A body: rank 1 is left out of a first dispatch, which is refused; then all ranks run the round."""
+    # Over a communicator that no other test has dispatched such rows on.
+    a2a = alltoall(rank, layer, enable_rank_mask=True, hidden_size=layer.hidden_size, comm=rank.comm)
+    ids, weights = layer.routes(rank.rank)
+    (x,) = layer.rows(rank.rank)
+    told = ""
+    if rank.rank != 1:
+        mask = moe_a2a_active_rank_mask([0, 2, 3], 4)
+        with pytest.raises(ValueError, match="leaves out") as caught:
+            a2a.dispatch(ids, [x, ids, weights], 8, -1, 1, active_rank_mask=mask)
+        told = str(caught.value)
+    a2a.dispatch(ids, [x, ids, weights], 8, -1, 1, active_rank_mask=moe_a2a_active_rank_mask(range(4), 4))
+    a2a.release()
+    shared.close_shared(rank.comm)
+    return told
+
+
+def test_a_first_dispatch_that_leaves_ranks_out_is_refused() -> None:
+    told = run_ranks(4, masked_at_first, RAGGED)
+    assert told.pop(1) == ""
+    for text in told:
+        assert text.startswith("the first dispatch of rows")
+        assert "leaves out rank(s) 1, and all ranks make what it needs: run one round of these rows with all" in text
+
+
 def test_active_rank_mask() -> None:
     layer = replace(RAGGED, top_k=1, no_expert=0.0)
     for rank, combined in enumerate(run_ranks(4, masked, layer)):

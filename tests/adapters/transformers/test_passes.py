@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -12,11 +13,11 @@ import torch
 
 import putget
 from putget.balancer import PlanOptions
-from tests.adapters.transformers.test_spreading import Model, batch, made
+from tests.adapters.transformers.test_spreading import Model, batch, made, wait_on
 from tests.harness import Rank, fresh_ranks, run_ranks
 
 LAYERS, EXPERTS, GONE, AT_PASS = 2, 5, 1, 3
-DEADLINE_S = 4.0
+DEADLINE_S = 6.0
 
 
 def run_passes(rank: Rank, model: Model, found: Any, count: int) -> None:
@@ -109,8 +110,55 @@ def test_the_others_go_on_without_a_rank_that_is_killed(layer: int, where: str, 
     with fresh_ranks(3) as ranks:
         for rank in range(3):
             ranks.submit(rank, lose_one, layer, where, busy)
-        found = ranks.results((0, 2), timeout=60)
+        found = ranks.results((0, 2), timeout=120)
     assert found[0] == found[2] == [[(0, 2)], (0, 2), 6]
+
+
+def one_leaves(rank: Rank) -> list[Any]:
+    """A body: rank GONE leaves by an exception between two passes, and lives on."""
+    torch.testing.assert_close(torch.ones(1), torch.ones(1))
+    model = Model(LAYERS, EXPERTS)
+    found = made(rank, model, num_slots=9, check_layers=True, timeout_s=DEADLINE_S)
+    rank.state["kept"] = found
+    if rank.rank == GONE:
+        with contextlib.suppress(KeyError), found.together():
+            model(*batch(1, 2))
+            raise KeyError("a caller's own")
+    else:
+        run_passes(rank, model, found, 6)
+    return [found.members, found.lockstep.number]
+
+
+def test_the_others_go_on_without_a_rank_that_leaves_by_an_error() -> None:
+    with fresh_ranks(3) as ranks:
+        assert ranks.call(one_leaves, timeout=120) == {0: [(0, 2), 6], GONE: [(0, 1, 2), 1], 2: [(0, 2), 6]}
+
+
+def one_goes(rank: Rank, is_killed: bool) -> list[Any]:
+    """A body: rank GONE goes behind pass 1, rank 0 has no further one, and rank 2 hears of that before its next one."""
+    torch.testing.assert_close(torch.ones(1), torch.ones(1))
+    model = Model(LAYERS, EXPERTS)
+    found = rank.state["kept"] = made(rank, model, num_slots=9, check_layers=True, timeout_s=DEADLINE_S)
+    with contextlib.suppress(KeyError), found.together():
+        model(*batch(1, 2))
+        if rank.rank == GONE and is_killed:
+            found.lockstep.finish()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank.rank == GONE:
+            raise KeyError("a caller's own")
+        if rank.rank == 2:
+            with pytest.raises(putget.PeerTimeout):
+                wait_on(found.lockstep)
+            torch.testing.assert_close(model(*batch(2, 2)), Model(LAYERS, EXPERTS)(*batch(2, 2)))
+    return [found.members, found.lockstep.number]
+
+
+@pytest.mark.parametrize("is_killed", [False, True], ids=["error", "killed"])
+def test_a_rank_that_has_finished_goes_on_with_the_one_that_has_passes(is_killed: bool) -> None:
+    with fresh_ranks(3) as ranks:
+        for rank in range(3):
+            ranks.submit(rank, one_goes, is_killed)
+        assert ranks.results((0, 2), timeout=120) == {0: [(0, 2), 2], 2: [(0, 2), 2]}
 
 
 def lose_too_much(rank: Rank) -> str:
@@ -132,7 +180,7 @@ def test_experts_without_room_are_an_error_of_all_others() -> None:
     with fresh_ranks(3) as ranks:
         for rank in range(3):
             ranks.submit(rank, lose_too_much)
-        found = ranks.results((0, 2), timeout=60)
+        found = ranks.results((0, 2), timeout=120)
     assert set(found.values()) == {
         "rank(s) [1] are lost; the others have 4 slots for 5 experts: give more num_slots, and start again"
     }

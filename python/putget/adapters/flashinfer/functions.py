@@ -70,8 +70,12 @@ class _OneProcess:
     def set_active_ranks(self, mask: tuple[bool, ...]) -> None:
         """Leaves ranks out, or takes them in again."""
         with self._lock:
-            self._active = [rank for rank, is_active in enumerate(mask) if is_active]
-            self._each(self._active, lambda rank: SharedWorkspace.set_active_ranks(self.members[rank], mask))
+            active = [rank for rank, is_active in enumerate(mask) if is_active]
+            if all(self.members[rank].goes_on_with(mask) for rank in active):
+                return  # another rank's thread has come first
+            # A rank that was left out has the mask from before that, and would not come by itself.
+            self._each(active, lambda rank: SharedWorkspace.agree(self.members[rank], mask))
+            self._active = active
 
     def close(self) -> None:
         """Frees all of it."""
@@ -115,9 +119,12 @@ class _Member(SharedWorkspace):
         self.unproven.clear()  # all ranks are here: another one's thread may be using this one's sockets
         return super().all_to_all(recipe)
 
+    def require_made(self, recipe: Recipe, active: tuple[bool, ...]) -> None:
+        # Those that are left out from now on are here still, and make it with the others.
+        super().require_made(recipe, self.active_ranks)
+
     def set_active_ranks(self, mask: tuple[bool, ...]) -> None:
-        if not self.goes_on_with(mask):
-            self._ranks.set_active_ranks(mask)
+        self._ranks.set_active_ranks(mask)
 
 
 class _Part:
@@ -352,7 +359,8 @@ def moe_a2a_dispatch(
         enable_pdl: Not used.
         eplb_local_stats: [eplb_stats_num_experts] int32 that every rank gets, or None.
         enable_rank_mask: Whether an active_rank_mask is given.
-        active_rank_mask: Of ``moe_a2a_active_rank_mask``; where it changes, the ranks that it names agree on it.
+        active_rank_mask: Of ``moe_a2a_active_rank_mask``; where it changes, the ranks that it names agree on it. The
+            first dispatch of rows of a kind needs all ranks of a group.
         backend: Must be "trtllm".
         recv_view_cache: Not used: it stays as it is.
 
@@ -377,8 +385,13 @@ def moe_a2a_dispatch(
         )
     # A mask that is wrong is said before memory is made, which other ranks would have to come to.
     active = active_ranks_of(active_rank_mask, enable_rank_mask, ep_rank, ep_size, (True,) * ep_size)
+    if part.comm is not None and part.shared is None and not all(active):
+        raise ValueError("active_rank_mask leaves out ranks of the first dispatch, whose memory all ranks make")
     rank = part.of(num_experts, top_k)
     rank.rounds.require_closed()
+    rank.require_made(token_selected_experts, input_payloads, active)
+    if enable_rank_mask and all(active) and part.shared is not None:
+        part.shared.set_active_ranks(active)  # first: all ranks make what rows of a new kind need
     rank.prepare(token_selected_experts, input_payloads)
     if enable_rank_mask:
         part.require_shared().set_active_ranks(active)

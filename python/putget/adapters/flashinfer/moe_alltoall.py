@@ -10,7 +10,8 @@ Differences from FlashInfer's class:
 - The first combine says which rows come back, and whether as FP8, unless ``hidden_size`` and
   ``use_low_precision_combine`` have said so: where it is not what the payloads stand for, it takes a round more.
 - ``workspace`` and ``metainfo`` show this rank's tables; rows of other ranks are not behind them.
-- ``active_rank_mask`` is agreed between the ranks that it names when it changes, which is collective among them.
+- ``active_rank_mask`` is agreed between the ranks that it names when it changes, which is collective among them. The
+  first dispatch of rows of a kind needs all ranks.
 """
 
 from __future__ import annotations
@@ -268,7 +269,7 @@ class MoeAlltoAll:
             expert_id_payload_index: Which payload holds the expert ids.
             eplb_local_stats: [eplb_stats_num_experts] int32 that every rank gets (``eplb_gathered_stats``), or None.
             active_rank_mask: Of ``moe_a2a_active_rank_mask``, where enable_rank_mask is True. Tokens of experts on
-                other ranks go nowhere.
+                other ranks go nowhere. The first dispatch of rows of a kind needs all ranks.
 
         Returns:
             One contiguous tensor [ep_size, runtime_max_tokens_per_rank, *] for each payload, valid until the next
@@ -291,6 +292,8 @@ class MoeAlltoAll:
         if active_rank_mask is not None or self.enable_rank_mask:
             active = self._active(active_rank_mask)
             self._rounds.require_closed()
+            if not self._shared.goes_on_with(active):
+                self._rank.require_made(token_selected_experts, payloads, active, ids_index=ids_index)
             self._shared.set_active_ranks(active)
         invalid = -1 if invalid_token_expert_id is None else invalid_token_expert_id
         return self._rank.dispatch(

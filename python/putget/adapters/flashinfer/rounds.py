@@ -206,11 +206,29 @@ class RankRounds:
         Raises:
             ValueError, PeerTimeout: As ``dispatch``.
         """
+        rows, names = self._rows(ids, payloads, None)
+        self.rounds.prepare(ids, None, rows, names=names)
+
+    def require_made(
+        self, ids: torch.Tensor, payloads: Sequence[Any], active: tuple[bool, ...], *, ids_index: int | None = None
+    ) -> None:
+        """Refuses a dispatch of such rows among some ranks alone, if none of all ranks came before.
+
+        Raises:
+            ValueError: It is one, or an argument is wrong; nothing has happened on any rank.
+        """
+        if not all(active):
+            rows, names = self._rows(ids, payloads, ids_index)
+            self.rounds.require_made(ids, rows, active, names=names)
+
+    def _rows(
+        self, ids: torch.Tensor, payloads: Sequence[Any], ids_index: int | None
+    ) -> tuple[list[torch.Tensor], list[str]]:
+        """The payloads that travel as rows, and their names."""
         self.check("token_selected_experts", ids)
         _check_number(payloads)
-        _, carried, _ = self._carried(payloads, None)
-        names = [f"input_payloads[{i}]" for i in carried]
-        self.rounds.prepare(ids, None, [payloads[i] for i in carried], names=names)
+        _, carried, _ = self._carried(payloads, ids_index)
+        return [payloads[i] for i in carried], [f"input_payloads[{i}]" for i in carried]
 
     def _carried(self, payloads: Sequence[Any], ids_index: int | None) -> tuple[int | None, list[int], int | None]:
         """Which payload travels as router weights, which travel as rows, and which comes with the routes.

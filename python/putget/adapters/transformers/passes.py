@@ -118,7 +118,7 @@ class Spread:
         most = len(layers) - num_draft_layers
         self._of_pass = {"model": layers[:most]} | ({} if drafts is None else {"draft": layers[most:]})
         self._names = tuple(self._of_pass)
-        self.lockstep = Lockstep(comm, self._names, timeout_s=timeout_s)
+        self.lockstep = Lockstep(comm, self._names, timeout_s=timeout_s, what="Spread.together")
         self.balancer = balancer
         self.members = tuple(range(comm.size))
         self.recoveries = 0
@@ -128,7 +128,7 @@ class Spread:
         self._model, self.store = model, store
         self._num_draft_layers = num_draft_layers
         self._rounds = 0  # that have ended here
-        self._in_pass = False
+        self._in_pass = self._in_round = False
         self._unbalanced = -1  # a turn of passes that ranks have ended at different times, whose step all leave out
         for layer in layers:
             layer.attach(self._complete, balancer)
@@ -138,10 +138,19 @@ class Spread:
     def begin(self, name: str = "model") -> None:
         """This rank begins the next pass of that name, "model" or "draft", with tokens."""
         while self._next != name:
-            self._until_heard(lambda: self.lockstep.begin(self._next))
+            self._until_heard(lambda: self._begin(self._next))
             self.idle_pass()
-        self._until_heard(lambda: self.lockstep.begin(name))
+        self._until_heard(lambda: self._begin(name))
         self._in_pass = True
+
+    def _begin(self, name: str) -> None:
+        """The same, and ranks that have finished hear of it where this one is about to go on without a rank."""
+        try:
+            self.lockstep.begin(name)
+        except PeerTimeout:
+            if self._can_recover:
+                self.lockstep.announce()
+            raise
 
     def begun(self) -> str | None:
         """The name of the next pass if another rank has begun it: this one takes part."""
@@ -176,6 +185,13 @@ class Spread:
                 layer.idle()
         self.end_pass(was_idle=True)
 
+    def _can_end_idle(self, error: BaseException) -> bool:
+        """Whether an error has left the rest of its pass to run: it has broken off no round."""
+        if isinstance(error, Exception):
+            return isinstance(error, ValueError) or not isinstance(error, PutgetError)
+        # An interrupt comes anywhere, also in a forked child. The end of a broken round would wait for the deadline.
+        return not self._in_round and self.comm.is_own
+
     def _try_end_idle(self, num_rounds: int) -> None:
         """The same for a pass that an error has ended, which the caller is to get, and no other one."""
         try:
@@ -192,19 +208,31 @@ class Spread:
 
             with spread.together():
                 model.generate(...)
+
+        If a rank leaves it by an exception, the others hear of that between two passes: they raise, or with spare slots
+        go on without that rank. A rank whose round waits for it already does so at the deadline of the round.
+
+        Raises:
+            PeerLeft: Another rank has left it by an exception, and this rank or a third one still has passes.
+            PeerTimeout: A rank is gone, or did not come to a round in time.
         """
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._in_step(self._model, "model"))
-            if self.drafts is not None:
-                stack.enter_context(self._in_step(self.drafts, "draft"))
-                stack.enter_context(kept_drafts(self._model, self.drafts))
-            yield
-        self.lockstep.finish()
-        while not self.lockstep.all_finished:
-            if self.begun() is None:
-                self.wait(None, _SLEEP_S)
-            else:
-                self.idle_pass()
+        before = self.lockstep.num_finished
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(self._in_step(self._model, "model"))
+                if self.drafts is not None:
+                    stack.enter_context(self._in_step(self.drafts, "draft"))
+                    stack.enter_context(kept_drafts(self._model, self.drafts))
+                yield
+            self.lockstep.finish()
+            while not self.lockstep.all_finished:
+                if self.begun() is None:
+                    self.wait(None, _SLEEP_S)
+                else:
+                    self.idle_pass()
+        except BaseException:  # also a task that is cancelled
+            self.lockstep.leave(has_finished=self.lockstep.num_finished > before)
+            raise
 
     @property
     def _next(self) -> str:
@@ -219,11 +247,11 @@ class Spread:
         @functools.wraps(forward)  # transformers looks at its parameters
         def in_step(*args: Any, **options: Any) -> Any:
             self.begin(name)
-            before = self._rounds
+            before, self._in_round = self._rounds, False
             try:
                 found = forward(*args, **options)
-            except Exception as error:
-                if isinstance(error, ValueError) or not isinstance(error, PutgetError):
+            except BaseException as error:
+                if self._can_end_idle(error):
                     self._try_end_idle(self._rounds - before)
                 raise
             self.end_pass()
@@ -305,10 +333,16 @@ class Spread:
 
     def _complete(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
         """One round of a layer, run again after a rank is lost."""
+        self._in_round = True
         found = self._until_heard(run)
+        self._in_round = False
         self._rounds += 1
         assert isinstance(found, torch.Tensor)
         return found
+
+    @property
+    def _can_recover(self) -> bool:
+        return self.balancer is not None and self._rounds > 0 and self.layers[0].shared.device.type == "cpu"
 
     def _recover(self, error: PeerTimeout) -> None:
         """Goes on with the ranks that answer. Collective among them.
@@ -317,7 +351,7 @@ class Spread:
             PeerTimeout: There are no spare slots, or experts are on a GPU, where a round ends behind its call.
             PutgetError: The other ranks have too few slots for all experts.
         """
-        if self.balancer is None or self._rounds == 0 or self.layers[0].shared.device.type != "cpu":
+        if not self._can_recover:
             raise error
         for _ in range(_ATTEMPTS):
             try:
