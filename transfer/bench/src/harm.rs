@@ -9,6 +9,7 @@ use hdrhistogram::Histogram;
 use putget_transfer::{Done, Engine, MrDesc, MrHandle, NetAddr, Options, SimNetwork};
 
 use crate::target::build;
+use crate::threads::processor_times;
 use crate::{Outcome, Provider};
 
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -158,24 +159,16 @@ fn rate_beside(pair: &Pair, victim: &Engine, rate: f64, time: Duration) -> Outco
     Ok(flooded)
 }
 
-/// Time on a processor of this process's threads whose name begins so, all together.
-fn processor_time(of: &str) -> Outcome<Duration> {
-    let mut nanos = 0;
-    for task in std::fs::read_dir("/proc/self/task")? {
-        let task = task?.path();
-        if std::fs::read_to_string(task.join("comm"))?.starts_with(of) {
-            let times = std::fs::read_to_string(task.join("schedstat"))?;
-            nanos += times.split(' ').next().ok_or("an empty schedstat")?.parse::<u64>()?;
-        }
-    }
-    Ok(Duration::from_nanos(nanos))
+/// Time on a processor of all engines' threads.
+fn of_engines() -> Outcome<Duration> {
+    Ok(processor_times("pt-worker")?.into_iter().sum())
 }
 
 /// Prints what a Hello costs the engines' threads that have nothing else to do.
 fn cost_of_hello(victim: &Engine, rate: f64, time: Duration) -> Outcome<()> {
-    let before = processor_time("pt-worker")?;
+    let before = of_engines()?;
     std::thread::sleep(time);
-    let idle = processor_time("pt-worker")?;
+    let idle = of_engines()?;
     let (address, stop, sent) = (victim.main_address(), AtomicBool::new(false), AtomicU64::new(0));
     std::thread::scope(|scope| -> Outcome<()> {
         let stranger = scope.spawn(|| flood(&address, rate, &stop, &sent).map_err(|error| error.to_string()));
@@ -183,7 +176,7 @@ fn cost_of_hello(victim: &Engine, rate: f64, time: Duration) -> Outcome<()> {
         stop.store(true, Ordering::Release);
         Ok(stranger.join().map_err(|_| "the stranger failed")??)
     })?;
-    let (flooded, hellos) = (processor_time("pt-worker")?, sent.load(Ordering::Relaxed));
+    let (flooded, hellos) = (of_engines()?, sent.load(Ordering::Relaxed));
     let (rest, all) = (idle - before, flooded - idle);
     let each = all.saturating_sub(rest).as_secs_f64() * 1e6 / hellos as f64;
     let share = all.as_secs_f64() / time.as_secs_f64() * 100.0;

@@ -11,6 +11,7 @@ mod measure;
 mod notify;
 mod plot;
 mod target;
+mod threads;
 mod watch;
 
 use std::error::Error;

@@ -7,20 +7,20 @@ use hdrhistogram::Histogram;
 use putget_transfer::{DeviceGroup, Engine, SimNetwork};
 
 use crate::Outcome;
+use crate::threads::processor_times;
 
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Milliseconds from one change of the word to the next: decode steps of a model.
 const STEPS_MS: std::ops::RangeInclusive<u64> = 5..=30;
 
-/// Processor time of this process's thread that watches.
+/// Processor time of this process's thread that watches, once the one before has left and this one has its name.
 fn watching() -> Outcome<Duration> {
-    for task in std::fs::read_dir("/proc/self/task")? {
-        let path = task?.path();
-        if std::fs::read_to_string(path.join("comm"))?.contains("watcher") {
-            let stat = std::fs::read_to_string(path.join("schedstat"))?;
-            let ran = stat.split_whitespace().next().ok_or("unknown form of schedstat")?;
-            return Ok(Duration::from_nanos(ran.parse()?));
+    let begin = Instant::now();
+    while begin.elapsed() < PATIENCE {
+        if let [time] = *processor_times("watcher")? {
+            return Ok(time);
         }
+        std::thread::sleep(Duration::from_millis(1));
     }
     Err("there is no thread that watches".into())
 }

@@ -10,6 +10,7 @@ mod cache;
 mod codec;
 mod decoder;
 mod geometry;
+mod locked;
 mod message;
 #[cfg(test)]
 mod message_tests;
@@ -45,16 +46,34 @@ fn new_pool() -> u32 {
 /// Buffers by length: most messages are short, and a Hello or long page lists need more.
 const BUFFERS: [(usize, usize); 3] = [(4 << 10, 64), (64 << 10, 16), (4 << 20, 2)];
 
+/// A pool of receives, until this is dropped.
+struct Pool {
+    engine: Engine,
+    number: u32,
+}
+
+impl Pool {
+    /// A pool without receives, whose number is a new one.
+    fn new(engine: &Engine) -> Self {
+        Self { engine: engine.clone(), number: new_pool() }
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        self.engine.end_recvs(self.number);
+    }
+}
+
 /// Receives messages in a pool of its own, whose number its peers are told. What is not a message is left aside, and said.
 fn receive_messages(
-    engine: &Engine,
-    pool: u32,
+    pool: &Pool,
     hear: impl Fn(&NetAddr, message::Message) + Clone + Send + 'static,
 ) -> Result<(), Error> {
     for (len, count) in BUFFERS {
         let hear = hear.clone();
-        let options = RecvOptions { pool, ..RecvOptions::default() };
-        engine.submit_recvs_to(len, count, &options, move |from, bytes| match Message::decode(bytes) {
+        let options = RecvOptions { pool: pool.number, ..RecvOptions::default() };
+        pool.engine.submit_recvs_to(len, count, &options, move |from, bytes| match Message::decode(bytes) {
             Ok(message) => hear(from, message),
             Err(error) => tracing::warn!(from = %from.name(), %error, "a message that cannot be read"),
         })?;

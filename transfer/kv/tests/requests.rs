@@ -395,19 +395,60 @@ fn silent(network: &Network, geometry: &Geometry) -> (Engine, Source) {
 fn a_prefiller_that_never_answers_is_fenced_without_a_poll() {
     for network in Network::all(10) {
         let rank = rank(&network, &DECODE, 0);
-        let options = DecoderOptions { confirm: Duration::from_millis(100), ..DecoderOptions::default() };
-        let decoder = Decoder::new(&rank.cache, options).unwrap();
         let (_engine, source) = silent(&network, rank.cache.geometry());
-        let group = decoder.group(&[source]).unwrap();
         let own = pages(&rank.cache, 0, 50, 5);
-        let receive = decoder.request(&group, &wanted(ask("request1", 0, 50, 10), &own, 1)).unwrap();
-        let ((sender, over), asked) = (channel(), decoder.clone());
-        receive.when_over(move || sender.send(asked.quarantined()).unwrap());
-        receive.cancel();
-        assert!(matches!(receive.state(), Receiving::Failed(_)));
-        assert_eq!(decoder.quarantined(), own.iter().map(Vec::len).sum());
+        let cancelled = |confirm| {
+            let decoder = Decoder::new(&rank.cache, DecoderOptions { confirm, ..DecoderOptions::default() }).unwrap();
+            let group = decoder.group(std::slice::from_ref(&source)).unwrap();
+            let receive = decoder.request(&group, &wanted(ask("request1", 0, 50, 10), &own, 1)).unwrap();
+            let ((sender, over), asked) = (channel(), decoder.clone());
+            receive.when_over(move || sender.send(asked.quarantined()).unwrap());
+            receive.cancel();
+            (decoder, receive, over)
+        };
+        let (decoder, _receive, over) = cancelled(Duration::from_millis(100));
         assert_eq!(over.recv_timeout(LONG).unwrap(), 0);
         assert!(decoder.metrics_text().contains("fences_total 1"));
+        // Until then its pages are nobody's.
+        let (decoder, receive, over) = cancelled(60 * LONG);
+        assert!(matches!(receive.state(), Receiving::Failed(_)));
+        assert_eq!(decoder.quarantined(), own.iter().map(Vec::len).sum());
+        assert!(over.try_recv().is_err());
+        rank.engine.close();
+    }
+}
+
+#[test]
+fn a_decoder_that_is_dropped_ends_its_requests_and_then_its_pool() {
+    for network in Network::all(12) {
+        let rank = rank(&network, &DECODE, 0);
+        let options = DecoderOptions { confirm: LONG, ..DecoderOptions::default() };
+        let decoder = Decoder::new(&rank.cache, options).unwrap();
+        let (engine, (sender, heard)) = (network.engine(), channel());
+        let hear = move |_: &NetAddr, bytes: &[u8]| _ = sender.send(Message::decode(bytes).unwrap());
+        engine.submit_recvs_to(1 << 20, 8, &RecvOptions { pool: 9, ..RecvOptions::default() }, hear).unwrap();
+        let source = Source { address: engine.main_address(), pool: 9, geometry: rank.cache.geometry().clone() };
+        let own = pages(&rank.cache, 0, 50, 5);
+        let group = decoder.group(&[source]).unwrap();
+        let receive = decoder.request(&group, &wanted(ask("request1", 0, 50, 10), &own, 1)).unwrap();
+        let Message::Request(request) = heard.recv_timeout(LONG).unwrap() else { panic!("no request came") };
+        let takes = |message: &Message, within: Duration| {
+            let (sender, over) = channel();
+            let done = Done::callback(move |outcome| _ = sender.send(outcome.is_ok()));
+            let (to, options) = (rank.engine.main_address(), Options { deadline: Some(within), ..Options::default() });
+            engine.submit_send_to(&to, request.answers, &message.encode(), &options, done).unwrap();
+            over.recv_timeout(LONG).unwrap()
+        };
+        drop(decoder);
+        assert!(takes(&Message::Accepted { receive: request.receive }, LONG));
+        drop(receive);
+        // The source has not said yet that it has stopped: nobody may get the immediate.
+        let cancel = Message::Cancel { receive: request.receive, answers: request.answers };
+        assert_eq!(heard.recv_timeout(LONG).unwrap(), cancel);
+        let stopped = Message::Cancelled { receive: request.receive, may_land: false };
+        assert!(takes(&stopped, LONG));
+        // A message to a pool that is not there is sent again until its deadline.
+        eventually("its pool has ended", || !takes(&stopped, Duration::from_millis(100)));
     }
 }
 

@@ -20,11 +20,18 @@ async def wait(transfer: Transfer) -> None:
         if not over.done():
             over.set_result(None)
 
+    # The transfer has `tell` until it ends, which may be long after a cancelled task and its loop.
+    waiting = [(loop, finish)]
+
     def tell(_error: BaseException | None) -> None:
-        # A loop that has closed meanwhile has nobody left who waits.
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(finish)
+        for loop, finish in tuple(waiting):
+            # A loop that has closed meanwhile has nobody left who waits.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(finish)
 
     transfer.add_done_callback(tell)
-    await over
+    try:
+        await over
+    finally:
+        waiting.clear()
     transfer.result()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
+import os
+import sys
 import weakref
 
-from putget_transfer._native import Engine, collecting
+from putget_transfer._native import Engine, collecting, forking
 
 _open: weakref.WeakSet[Engine] = weakref.WeakSet()
 
@@ -27,3 +30,10 @@ def _note(phase: str, _info: object) -> None:
 def _close_all() -> None:
     for engine in list(_open):
         engine.close()
+
+
+if sys.version_info < (3, 12):
+    # There a child waits for good if a callback thread comes to the interpreter in the middle of the fork.
+    # None of these is a Python function: the handler of a signal would run in it, and what that raises would end it.
+    _over = functools.partial(forking, False)
+    os.register_at_fork(before=functools.partial(forking, True), after_in_parent=_over, after_in_child=_over)

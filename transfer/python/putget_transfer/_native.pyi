@@ -835,6 +835,9 @@ class UvmWatcher:
 def collecting(begins: bool) -> None:
     """Note that the garbage collector begins or ends on this thread."""
 
+def forking(begins: bool) -> None:
+    """Note that a fork begins or is over on this thread."""
+
 @final
 class Pin:
     """Keep a torch storage from being resized as long as this lives."""

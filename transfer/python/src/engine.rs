@@ -12,6 +12,7 @@ use crate::arguments;
 use crate::errors::PyResult;
 use crate::held::{Held, HeldCallback, Place, is_collecting};
 use crate::objects::{PyMrHandle, PyNetAddr};
+use crate::threads::attached;
 use crate::topology::PyTopology;
 use putget_transfer::{
     Builder, DeviceGroup, Engine, Error, Faults, NetAddr, Readmit, RecvOptions, SimNetwork, UvmWatcher, WhenFull,
@@ -322,7 +323,7 @@ fn notify<'a, A>(callback: &HeldCallback, arguments: A)
 where
     A: for<'py> IntoPyObject<'py, Target = PyTuple> + 'a,
 {
-    Python::with_gil(|py| {
+    attached(|py| {
         let Some(callback) = callback.get(py) else { return };
         let called = arguments.into_pyobject(py).map_err(Into::into).and_then(|arguments| {
             let arguments = pyo3::BoundObject::into_bound(arguments);

@@ -13,6 +13,7 @@ mod one_sided;
 mod prepared;
 mod submit;
 mod sys;
+mod threads;
 mod topology;
 mod transfer;
 mod weights;
@@ -24,6 +25,7 @@ use pyo3::prelude::*;
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     errors::add(module)?;
     module.add_function(wrap_pyfunction!(held::collecting, module)?)?;
+    module.add_function(wrap_pyfunction!(threads::forking, module)?)?;
     kv::add(module)?;
     weights::add(module)?;
     module.add_class::<engine::PyEngine>()?;

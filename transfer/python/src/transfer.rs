@@ -11,6 +11,7 @@ use pyo3::{PyTraverseError, PyVisit};
 use crate::engine::PyEngine;
 use crate::errors::{PyResult, exception};
 use crate::held::{Held, Holds, Place, lock};
+use crate::threads::attached;
 use putget_transfer::bindings::{self, ForeignCallbacks, Raised, Waits};
 use putget_transfer::{Callback, Done, Error, Flag, Outcome, TransferId};
 
@@ -80,7 +81,7 @@ impl Progress {
         }
         let progress = Arc::clone(self);
         let run: Callback = Box::new(move |outcome| {
-            Python::with_gil(|py| progress.take(py).iter().for_each(|callback| call(py, callback, &outcome)));
+            attached(|py| progress.take(py).iter().for_each(|callback| call(py, callback, &outcome)));
         });
         threads.call(run, outcome);
     }

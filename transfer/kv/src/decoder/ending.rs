@@ -1,12 +1,12 @@
 //! How a request ends: by its count, or by a failure whose pages stay in quarantine until no source can write to them.
 
 use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 
 use putget_transfer::{Done, Error, NetAddr, Outcome};
 
-use super::{Answer, Inner, Receipt, Receiving, State, note, places};
+use super::{Answer, Group, Inner, Receipt, Receiving, State, note, places};
 use crate::delivery;
 use crate::message::Message;
 use crate::metrics::count;
@@ -36,6 +36,7 @@ impl Inner {
                 self.free(&mut state, receive);
                 note(&mut state.events.arrived, receive);
                 state.settle(receive);
+                self.let_go(&mut state);
                 self.changed.notify_all();
             }
             Ok(()) => self.release(&mut state, receive),
@@ -68,29 +69,37 @@ impl Inner {
             // A closed engine has no expectations.
             let _ = self.engine.cancel(id);
         }
-        let cancel = Message::Cancel { receive, answers: self.pool }.encode();
+        let cancel = Message::Cancel { receive, answers: self.pool.number }.encode();
         let group = Arc::clone(&receipt.group);
         let writes = |asked: &Answer| matches!(asked, Answer::Pending | Answer::Accepted);
         let asked: Vec<_> = receipt.sources.iter().map(writes).collect();
         note(&mut state.events.failed, (receive, words.to_owned()));
-        for (source, address) in group.addresses.iter().enumerate().filter(|(at, _)| asked.get(*at) == Some(&true)) {
-            let weak: Weak<Self> = Arc::downgrade(self);
-            let done = Done::callback(move |outcome| {
-                if let (Err(_), Some(inner)) = (outcome, weak.upgrade()) {
-                    // It cannot answer.
-                    let mut state = inner.state();
-                    inner.fence(&mut state, receive, source);
-                }
-            });
-            let pool = group.pools.get(source).copied().unwrap_or_default();
-            let sent = self.engine.submit_send_to(address, pool, &cancel, &delivery(), done);
-            if sent.is_err() {
-                self.fence(state, receive, source);
+        let inner = Arc::clone(self);
+        state.unsent.push(Box::new(move || {
+            for (source, _) in asked.iter().enumerate().filter(|(_, asked)| **asked) {
+                inner.send_cancel(&group, receive, source, &cancel);
             }
-        }
+        }));
         self.release(state, receive);
         self.watch(state);
         self.changed.notify_all();
+    }
+
+    /// Sends a cancel to a source. Called without the lock.
+    fn send_cancel(self: &Arc<Self>, group: &Group, receive: u64, source: usize, cancel: &[u8]) {
+        let Some(address) = group.addresses.get(source) else { return };
+        let weak: Weak<Self> = Arc::downgrade(self);
+        let done = Done::callback(move |outcome| {
+            if let (Err(_), Some(inner)) = (outcome, weak.upgrade()) {
+                // It cannot answer.
+                let mut state = inner.state();
+                inner.fence(&mut state, receive, source);
+            }
+        });
+        let pool = group.pools.get(source).copied().unwrap_or_default();
+        if self.engine.submit_send_to(address, pool, cancel, &delivery(), done).is_err() {
+            self.fence(&mut self.state(), receive, source);
+        }
     }
 
     /// Has a thread look after failed requests until all of them are released.
@@ -98,21 +107,60 @@ impl Inner {
         if state.watched || !state.receipts.values().any(Receipt::is_failed) {
             return;
         }
-        let (weak, nap) = (Arc::downgrade(self), (self.options.confirm / 4).clamp(SHORTEST_NAP, LONGEST_NAP));
-        let work = move || {
-            loop {
-                std::thread::sleep(nap);
-                let Some(inner) = weak.upgrade() else { return };
-                let mut state = inner.state();
-                inner.tidy(&mut state);
-                state.watched = state.receipts.values().any(Receipt::is_failed);
-                if !state.watched {
-                    return;
-                }
-            }
-        };
         // Without a thread `poll` does it.
-        state.watched = std::thread::Builder::new().name("putget-kv".into()).spawn(work).is_ok();
+        state.watched = self.spawn(Self::look_after);
+    }
+
+    /// Runs something on a thread. That keeps a decoder that was dropped: nobody else gets its immediates while they may still be
+    /// written with.
+    fn spawn(self: &Arc<Self>, run: fn(&Arc<Self>)) -> bool {
+        let inner = Arc::clone(self);
+        std::thread::Builder::new().name("putget-kv".into()).spawn(move || run(&inner)).is_ok()
+    }
+
+    fn look_after(self: &Arc<Self>) {
+        let nap = (self.options.confirm / 4).clamp(SHORTEST_NAP, LONGEST_NAP);
+        loop {
+            std::thread::sleep(nap);
+            let mut state = self.state();
+            self.tidy(&mut state);
+            state.watched = state.receipts.values().any(Receipt::is_failed);
+            if !state.watched {
+                return;
+            }
+        }
+    }
+
+    /// The decoder was dropped: a thread gives up what is open, for where the engine is full it takes long to tell the sources.
+    pub(super) fn give_up(self: &Arc<Self>) {
+        let none_open = |state: MutexGuard<'_, State>| state.receipts.values().all(Receipt::is_over);
+        // The owner of the lock may take as long.
+        if self.state.try_lock().is_ok_and(none_open) || self.spawn(Self::fail_all) {
+            return;
+        }
+        // Without a thread, it is its own owner until the sources have answered; if one never does, for good.
+        self.state().kept = Some(Arc::clone(self));
+        self.fail_all();
+        self.let_go(&mut self.state());
+    }
+
+    /// Gives up all requests that are open. It holds the lock for one at a time, and for none while it sends: answers are heard meanwhile.
+    fn fail_all(self: &Arc<Self>) {
+        let state = self.state();
+        let open: Vec<_> = state.receipts.iter().filter(|(_, receipt)| !receipt.is_over()).map(|(id, _)| *id).collect();
+        drop(state);
+        for receive in open {
+            self.fail(&mut self.state(), receive, &self.metrics.cancelled, "its decoder was dropped");
+        }
+        // There may be one that had failed before, without a thread.
+        self.watch(&mut self.state());
+    }
+
+    /// Ends a dropped decoder that keeps itself, once no request is open. The caller has it, too: it does not go while it is locked.
+    fn let_go(&self, state: &mut State) {
+        if state.receipts.values().all(Receipt::is_over) {
+            state.kept = None;
+        }
     }
 
     /// Releases a failed request if all of its sources have ended.
@@ -130,6 +178,7 @@ impl Inner {
         self.free(state, receive);
         note(&mut state.events.released, receive);
         state.settle(receive);
+        self.let_go(state);
         self.changed.notify_all();
     }
 

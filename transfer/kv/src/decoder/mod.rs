@@ -1,13 +1,15 @@
 //! The decode side: it owns a request's transfer, from the pages that it names to their release.
 
 mod asking;
+mod due;
 mod ending;
-mod locked;
 
 use std::collections::{HashMap, HashSet};
+use std::ops::Deref;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+use putget_transfer::bindings::{check_open, check_process};
 use putget_transfer::{Done, Engine, Error, ExpectOptions, ImmRange, MrHandle, NetAddr, TransferId};
 
 use crate::cache::{KvCache, Source};
@@ -15,8 +17,8 @@ use crate::geometry::{Digest, Geometry};
 use crate::message::{MOST_NAME, Message, Request};
 use crate::metrics::Metrics;
 use crate::plan::{Ask, Loads, Plan, plan, plan_drawn};
-use crate::{delivery, new_pool, receive_messages};
-use locked::{Due, Locked};
+use crate::{Pool, delivery, receive_messages};
+use due::{Due, Locked};
 
 /// Groups whose loads are kept, and prefillers that are known to have a Hello.
 const MOST_GROUPS: usize = 4096;
@@ -152,9 +154,13 @@ struct State {
     fencing: HashMap<NetAddr, HashSet<u64>>,
     /// A thread looks after requests that have failed.
     watched: bool,
+    /// The decoder itself, where it was dropped and there was no thread to keep it: until no request is open.
+    kept: Option<Arc<Inner>>,
     events: Events,
     /// The calls of requests that are over: they run when the lock is free.
     due: Vec<Call>,
+    /// Messages that leave when the lock is free: where the engine is full, that takes long.
+    unsent: Vec<Call>,
 }
 
 /// Notes an event. Where nobody polls, the old ones are forgotten.
@@ -179,7 +185,7 @@ impl State {
 
 struct Inner {
     engine: Engine,
-    pool: u32,
+    pool: Pool,
     cache: KvCache,
     contexts: Option<MrHandle>,
     imms: ImmRange,
@@ -189,10 +195,32 @@ struct Inner {
     changed: Condvar,
 }
 
-/// The decode side of an engine.
+/// A decoder and its receives share this. When the last of them is dropped, requests that are not over are given up, and all that the
+/// decoder has of the engine is given back once nothing can be written for them any more.
+struct Owner(Arc<Inner>);
+
+impl Deref for Owner {
+    type Target = Arc<Inner>;
+
+    fn deref(&self) -> &Arc<Inner> {
+        &self.0
+    }
+}
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        // Nothing lands in the memory of a closed engine. In a fork no thread works for it, and the lock may be held for good.
+        if check_open(&self.engine).is_err() {
+            return;
+        }
+        self.give_up();
+    }
+}
+
+/// The decode side of an engine. Its buffers and immediates are given back when it and its receives are dropped.
 #[derive(Clone)]
 pub struct Decoder {
-    inner: Arc<Inner>,
+    inner: Arc<Owner>,
 }
 
 impl std::fmt::Debug for Decoder {
@@ -203,7 +231,7 @@ impl std::fmt::Debug for Decoder {
 
 /// A request under way. If it is dropped, the request goes on, and [`Decoder::poll`] says how it ends.
 pub struct Receive {
-    inner: Arc<Inner>,
+    inner: Arc<Owner>,
     receive: u64,
     draw: u64,
 }
@@ -235,8 +263,8 @@ impl Decoder {
         let state = State { free: (0..options.max_requests).rev().collect(), ..State::default() };
         let inner = Inner {
             cache: cache.clone(),
+            pool: Pool::new(&engine),
             engine,
-            pool: new_pool(),
             contexts,
             imms,
             options,
@@ -246,12 +274,12 @@ impl Decoder {
         };
         let inner = Arc::new(inner);
         let weak = Arc::downgrade(&inner);
-        receive_messages(&inner.engine, inner.pool, move |from, message| {
+        receive_messages(&inner.pool, move |from, message| {
             if let Some(inner) = weak.upgrade() {
                 inner.hear(from, message);
             }
         })?;
-        Ok(Self { inner })
+        Ok(Self { inner: Arc::new(Owner(inner)) })
     }
 
     /// The prefill ranks that compute a request together. They are checked against this decoder's cache.
@@ -304,7 +332,7 @@ impl Decoder {
         let request = Request {
             receive,
             request: ask.request.to_owned(),
-            answers: inner.pool,
+            answers: inner.pool.number,
             num_targets: wanted.num_targets,
             tokens: ask.tokens,
             first_token: ask.first_token,
@@ -419,7 +447,7 @@ impl Receive {
         let mut state = self.inner.locked();
         loop {
             self.inner.tidy(&mut state);
-            if !state.due.is_empty() {
+            if !state.due.is_empty() || !state.unsent.is_empty() {
                 let due = Due::of(&mut state);
                 drop(state);
                 drop(due);
@@ -441,6 +469,10 @@ impl Receive {
 
 impl Drop for Receive {
     fn drop(&mut self) {
+        // In a fork the lock may be held for good.
+        if check_process(&self.inner.engine).is_err() {
+            return;
+        }
         let mut state = self.inner.state();
         if let Some(receipt) = state.receipts.get_mut(&self.receive) {
             receipt.abandoned = true;
@@ -460,7 +492,7 @@ impl Inner {
     }
 
     fn state(&self) -> Locked<'_> {
-        Locked::new(self.locked())
+        Locked::new(self.locked(), Due::default())
     }
 
     /// Plans a request so that the sources of its group send as much as each other, and returns the draw that says how.

@@ -4,6 +4,9 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 
+use putget_transfer::Engine;
+use putget_transfer::bindings::check_process;
+
 use super::Inner;
 
 #[derive(Default)]
@@ -48,13 +51,23 @@ impl Shared {
 }
 
 /// The thread's orders. The thread begins with the first one, and ends with this.
-#[derive(Default)]
 pub(super) struct Armer {
+    engine: Engine,
     shared: Arc<Shared>,
+}
+
+impl Armer {
+    pub fn new(engine: &Engine) -> Self {
+        Self { engine: engine.clone(), shared: Arc::default() }
+    }
 }
 
 impl Drop for Armer {
     fn drop(&mut self) {
+        // In a fork there is no thread, and the queue may be locked for good.
+        if check_process(&self.engine).is_err() {
+            return;
+        }
         self.shared.queue().closed = true;
         self.shared.changed.notify_all();
     }
@@ -83,3 +96,7 @@ impl Inner {
         requests.iter().for_each(|request| self.progress(&mut state, request));
     }
 }
+
+#[cfg(test)]
+#[path = "arming_tests.rs"]
+mod tests;

@@ -3,23 +3,14 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use putget_transfer::{Done, Error, NetAddr};
+use putget_transfer::{Error, NetAddr};
 
 use super::{Inner, Job, Key, MOST_HELLOS, MOST_REMEMBERED, OVERTAKEN, Parts, State, Stop};
-use crate::delivery;
 use crate::message::{Hello, Message, Refusal, Request};
 use crate::metrics::count;
 use crate::plan::plan_drawn;
 
 impl Inner {
-    pub(super) fn send(&self, to: &NetAddr, pool: u32, message: &Message) {
-        // If it does not arrive, the decoder has its own deadline and its fence.
-        let sent = self.engine.submit_send_to(to, pool, &message.encode(), &delivery(), Done::ignore());
-        if let Err(error) = sent {
-            tracing::warn!(%error, to = %to.name(), "an answer to a decoder was not sent");
-        }
-    }
-
     pub(super) fn hear(self: &Arc<Self>, from: &NetAddr, message: Message) {
         match message {
             Message::Request(request) => self.asked(from, *request),
@@ -70,8 +61,10 @@ impl Inner {
                 Message::Refused { receive, refusal, words }
             }
         };
-        self.send(from, answers, &answer);
-        self.progress(&mut state, &name);
+        state.unsent.push((from.clone(), answers, answer));
+        // It leaves before the request's bytes.
+        drop(state);
+        self.progress(&mut self.state(), &name);
     }
 
     /// Checks a request before anything of it has an effect.
@@ -174,7 +167,7 @@ impl Inner {
             }
             let may_land = state.landing.contains_key(&key);
             state.cancelled.insert(key, Instant::now() + OVERTAKEN);
-            return self.send(from, answers, &Message::Cancelled { receive, may_land });
+            return state.unsent.push((from.clone(), answers, Message::Cancelled { receive, may_land }));
         };
         // The one that waits for it listens there, wherever its request said.
         job.request.answers = answers;

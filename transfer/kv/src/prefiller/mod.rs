@@ -5,9 +5,10 @@ mod asking;
 mod parts;
 mod sending;
 mod steps;
+mod unsent;
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use putget_transfer::{CudaStream, Engine, Error, MrHandle, NetAddr, StepKernels, TransferId, UvmWatcher};
@@ -17,10 +18,11 @@ use crate::geometry::Digest;
 use crate::message::{Hello, Refusal, Request};
 use crate::metrics::Metrics;
 use crate::plan::{Ask, Portion, SourcePlan};
-use crate::{DELIVERY, new_pool, receive_messages};
+use crate::{DELIVERY, Pool, receive_messages};
 use arming::Armer;
 use parts::{Parts, Stop};
 use steps::List;
+use unsent::{Answer, Locked, Unsent};
 
 /// Bits of the word that hold the layer; the step is above them.
 const LAYER_BITS: u32 = 16;
@@ -135,6 +137,8 @@ struct State {
     /// Requests whose pages have come back, what to say of them, and until when that is known.
     gone: HashMap<String, ((Refusal, String), Instant)>,
     released: Vec<(String, End)>,
+    /// Answers that leave when the lock is free.
+    unsent: Vec<Answer>,
     free_slots: Vec<u64>,
     step: u64,
     draining: bool,
@@ -166,7 +170,7 @@ impl State {
 
 struct Inner {
     engine: Engine,
-    pool: u32,
+    pool: Pool,
     cache: KvCache,
     lists: Vec<List>,
     contexts: Option<MrHandle>,
@@ -216,19 +220,19 @@ impl Prefiller {
         let inner = Inner {
             cache: cache.clone(),
             lists: List::of(cache.geometry()),
+            pool: Pool::new(&engine),
+            armer: Armer::new(&engine),
             engine,
-            pool: new_pool(),
             contexts,
             kernels: StepKernels::new(&word),
             word,
             options,
             metrics,
-            armer: Armer::default(),
             state: Mutex::new(state),
         };
         let inner = Arc::new(inner);
         let weak = Arc::downgrade(&inner);
-        receive_messages(&inner.engine, inner.pool, move |from, message| {
+        receive_messages(&inner.pool, move |from, message| {
             if let Some(inner) = weak.upgrade() {
                 inner.hear(from, message);
             }
@@ -240,7 +244,7 @@ impl Prefiller {
     pub fn source(&self) -> Source {
         Source {
             address: self.inner.engine.main_address(),
-            pool: self.inner.pool,
+            pool: self.inner.pool.number,
             geometry: self.inner.cache.geometry().clone(),
         }
     }
@@ -460,8 +464,8 @@ fn jobs_of(state: &State, request: &str) -> Vec<Key> {
 }
 
 impl Inner {
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn state(&self) -> Locked<'_> {
+        Locked::new(self.state.lock().unwrap_or_else(PoisonError::into_inner), Unsent::by(&self.engine))
     }
 }
 

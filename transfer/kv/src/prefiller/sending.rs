@@ -185,11 +185,11 @@ impl Inner {
             None => count(&self.metrics.sent),
             Some(Stop::Cancelled) => {
                 count(&self.metrics.cancelled);
-                self.send(&key.0, answers, &Message::Cancelled { receive, may_land });
+                state.unsent.push((key.0.clone(), answers, Message::Cancelled { receive, may_land }));
             }
             Some(Stop::Failed(words)) => {
                 count(&self.metrics.failed);
-                self.send(&key.0, answers, &Message::Failed { receive, may_land, words });
+                state.unsent.push((key.0.clone(), answers, Message::Failed { receive, may_land, words }));
             }
         }
         if let Some(prefill) = state.prefills.get_mut(&job.request.request) {

@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use putget_transfer::{DeviceGroup, Engine, Faults, SimNetwork};
+use putget_transfer::{Builder, DeviceGroup, Engine, Faults, SimNetwork};
 use putget_transfer_kv::*;
 
 /// Longer than anything takes on a busy machine.
@@ -42,6 +42,10 @@ impl Network {
     }
 
     pub fn engine(&self) -> Engine {
+        self.builder().build().unwrap()
+    }
+
+    pub fn builder(&self) -> Builder {
         let group = match self {
             Self::Sim(network) => DeviceGroup::sim(network, 1),
             Self::Host => DeviceGroup::host(1),
@@ -49,7 +53,7 @@ impl Network {
         };
         let patience = Duration::from_secs(2);
         let builder = Engine::builder().group(group).heartbeat(Duration::from_millis(100), patience);
-        builder.connect_timeout(patience).grace(Duration::from_millis(300)).build().unwrap()
+        builder.connect_timeout(patience).grace(Duration::from_millis(300))
     }
 }
 
@@ -125,7 +129,10 @@ pub struct Rank {
 }
 
 pub fn rank(network: &Network, side: &Side, rank: u32) -> Rank {
-    let engine = network.engine();
+    rank_on(network.engine(), side, rank)
+}
+
+pub fn rank_on(engine: Engine, side: &Side, rank: u32) -> Rank {
     let geometry = geometry(side, rank);
     let memory: Vec<_> = geometry.memory.iter().map(|len| engine.alloc_mr(*len as usize).unwrap().0).collect();
     let cache = KvCache::new(&engine, geometry, memory.clone()).unwrap();

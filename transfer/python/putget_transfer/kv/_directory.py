@@ -1,14 +1,17 @@
 """Members that are there: prefillers and decoders that join, drain, change roles and leave at any time.
 
 One process holds a `Directory`. Members tell it over the engine's messages that they are there, again and again. Each
-message has the whole entry, so a directory that starts again at the same address knows everybody after one interval,
-and a member that is lost is forgotten after the timeout. Nobody keeps a list of members, and nobody starts again.
+message has the whole entry, so a directory that has forgotten a member knows it again after one interval, and a member
+that is lost is forgotten after the timeout. Nobody keeps a list of members, and nobody starts again. If the directory's
+process ends, so does its address: members join a new one by another client.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
+import functools
+import itertools
 import json
 import logging
 import math
@@ -295,6 +298,10 @@ class DirectoryClient:
         self._answers: dict[int, list[dict[str, Any]]] = {}
         self._number = random.randrange(1 << 48)
         self._thread: threading.Thread | None = None
+        self._lost = False
+        """The directory was not reached by the last message of which that is known."""
+        self._posts, self._newest = itertools.count(1), 0
+        """Numbers of messages, and that last one's: what they have come to is told in any order."""
         self._own_pool = _receive(engine, self._hear)
 
     def join(self, name: str, role: str, *, source: bytes = b"", load: float = 0.0) -> Member:
@@ -334,9 +341,19 @@ class DirectoryClient:
 
     def _post(self, kind: str, number: int, **fields: Any) -> None:
         message = {"kind": kind, "answers": self._own_pool, "number": number, **fields}
-        self._engine.submit_send(
-            self._address, json.dumps(message).encode(), pool=self._pool, deadline_s=self._timeout_s
-        )
+        data = json.dumps(message).encode()
+        done = functools.partial(self._note_sent, next(self._posts))
+        self._engine.submit_send(self._address, data, pool=self._pool, deadline_s=self._timeout_s, done=done)
+
+    def _note_sent(self, post: int, error: EngineError | None) -> None:
+        """Log that the directory is not reached: once, until it is again."""
+        if post < self._newest:
+            return
+        self._newest = post
+        lost = error is not None and not isinstance(error, EngineClosed)
+        if lost and not self._lost:
+            _LOG.warning("the directory at %s is not reached, so it forgets its members: %s", self._address.peer, error)
+        self._lost = lost
 
     def _ask(self, kind: str, timeout_s: float, **fields: Any) -> list[dict[str, Any]]:
         """Return the answers to a question, which is asked again while there is time."""

@@ -234,7 +234,10 @@ class Sources:
 
 @final
 class Decoder:
-    """The decode side of an engine: it owns the transfer of a request."""
+    """The decode side of an engine: it owns the transfer of a request.
+
+    Drop it when all receives are over. If one was open, its pages may still be written to, and nobody says until when.
+    """
 
     def __new__(cls, cache: Cache, *, max_requests: int = 1024, confirm_s: float = 5.0) -> Decoder:
         """Begin to ask for a cache.

@@ -15,6 +15,7 @@ use super::geometry::PyCache;
 use crate::arguments;
 use crate::engine::duration;
 use crate::errors::{EngineError, PyResult};
+use crate::threads::{Unlocked, attached};
 
 pyo3::create_exception!(
     putget_transfer.kv,
@@ -29,7 +30,7 @@ const SLICE: Duration = Duration::from_millis(50);
 /// The decode side of an engine.
 #[pyclass(name = "Decoder", module = "putget_transfer.kv", frozen)]
 pub(crate) struct PyDecoder {
-    decoder: Decoder,
+    decoder: Unlocked<Decoder>,
     engine: Engine,
     cache: Py<PyCache>,
 }
@@ -63,7 +64,7 @@ impl PyDecoder {
         let confirm = duration("confirm_s", Some(confirm_s))?.unwrap_or_default();
         let own = &cache.get().cache;
         let decoder = py.allow_threads(|| Decoder::new(own, DecoderOptions { max_requests, confirm }))?;
-        Ok(Self { decoder, engine: own.engine().clone(), cache: cache.clone().unbind() })
+        Ok(Self { decoder: Unlocked::new(decoder), engine: own.engine().clone(), cache: cache.clone().unbind() })
     }
 
     fn sources(&self, py: Python<'_>, sources: Vec<Vec<u8>>) -> PyResult<PySources> {
@@ -92,7 +93,7 @@ impl PyDecoder {
         let wanted = Wanted { ask, pages: &pages, num_targets, deadline };
         let receive = py.allow_threads(|| self.decoder.request(&sources.group, &wanted))?;
         let (waits, engine) = (Waits::on(&self.engine), self.engine.clone());
-        Ok(PyReceive { receive, waits, engine, _cache: self.cache.clone_ref(py) })
+        Ok(PyReceive { receive: Unlocked::new(receive), waits, engine, _cache: self.cache.clone_ref(py) })
     }
 
     fn renew(&self, py: Python<'_>, sources: &PySources, request_id: &str) -> PyResult<()> {
@@ -117,7 +118,7 @@ impl PyDecoder {
 /// A request under way.
 #[pyclass(name = "Receive", module = "putget_transfer.kv", frozen)]
 pub(crate) struct PyReceive {
-    receive: Receive,
+    receive: Unlocked<Receive>,
     waits: Waits,
     engine: Engine,
     _cache: Py<PyCache>,
@@ -198,7 +199,7 @@ impl PyReceive {
     fn add_done_callback(&self, py: Python<'_>, callback: PyObject) {
         let threads = ForeignCallbacks::of(&self.engine);
         let run = move || {
-            Python::with_gil(|py| {
+            attached(|py| {
                 if let Err(raised) = callback.call1(py, (py.None(),)) {
                     raised.write_unraisable(py, Some(callback.bind(py)));
                 }
