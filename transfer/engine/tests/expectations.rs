@@ -39,7 +39,7 @@ fn a_named_sender_that_goes_down_ends_what_waits_for_it_at_once() {
         assert_eq!(error, Error::CountMissed { imm: 1, expected: 2, found: 1, why, missing: vec![name] });
         assert!(begun.elapsed() < LONG / 2 && error.to_string().contains(&name.to_string()), "{error}");
         // Also what is expected afterwards; others go on.
-        let late = expect(2, &[&goes]).wait(Duration::from_secs(5)).unwrap().unwrap_err();
+        let late = expect(2, &[&goes]).wait(LONG / 2).unwrap().unwrap_err();
         assert!(matches!(late, Error::CountMissed { imm: 2, found: 1, .. }), "{late}");
         assert!(!other.is_done() && !anybody.is_done());
         for _ in 0..2 {

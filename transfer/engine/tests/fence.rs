@@ -308,8 +308,7 @@ fn answer(lines: &mut Lines<BufReader<ChildStdout>>, start: &str) -> String {
 }
 
 fn nervous_target(network: &Network) -> (Engine, Receiver<PeerEvent>) {
-    let patience = Duration::from_millis(400) * network.slowness();
-    watched(builder(network, 1).heartbeat(Duration::from_millis(100), patience).secret(b"fence"))
+    watched(builder(network, 1).heartbeat(Duration::from_millis(100), short_patience(network)).secret(b"fence"))
 }
 
 /// A round: the writer is stopped in the middle, the target fills its memory anew when `shut_out` says that it may, and the

@@ -11,6 +11,9 @@ use std::time::Duration;
 use common::*;
 use putget_transfer::{Done, DownReason, Engine, Error, Faults, NetAddr, Options, PeerName, Reason, RecvOptions};
 
+/// Deadline of a message that nobody takes: it is sent back at least once before, also on a busy machine.
+const A_WHILE: Duration = Duration::from_secs(4);
+
 fn receive(engine: &Engine, len: usize, count: usize) -> Receiver<(PeerName, Vec<u8>)> {
     let (sender, receiver) = channel();
     let callback = move |from: &NetAddr, bytes: &[u8]| sender.send((from.name(), bytes.to_vec())).unwrap();
@@ -82,7 +85,7 @@ fn an_exhausted_pool_is_back_pressure_and_then_an_error_with_its_name() {
         assert_eq!(send(text, LONG).wait(LONG), Some(Ok(())));
     }
     // Both buffers are with the callback: one message gives up, another is patient.
-    let late = Duration::from_secs(1) * network.slowness();
+    let late = A_WHILE * network.slowness();
     let error = failure(send(b"late", late).wait(LONG).unwrap());
     assert_eq!((error.peer, error.reason, error.may_land), (b.name(), Reason::PoolExhausted, false));
     let patient = send(b"three", LONG);
@@ -105,7 +108,7 @@ fn no_receives_and_long_messages_are_errors_with_their_names() {
         outcome(|done| a.submit_send(&b.main_address(), &bytes, &within(deadline), done))
     };
     // It is sent back again and again until then.
-    assert_eq!(failure(send(1, Duration::from_secs(1) * network.slowness())).reason, Reason::NoReceives);
+    assert_eq!(failure(send(1, A_WHILE * network.slowness())).reason, Reason::NoReceives);
     let _received = receive(&b, 10, 1);
     assert_eq!(failure(send(11, LONG)).reason, Reason::MessageTooLong { allowed: 10 });
     assert_eq!(send(10, LONG), Ok(()));
@@ -228,7 +231,11 @@ fn a_lost_fragment_fails_its_message_and_gives_the_buffer_back() {
     let received = receive(&b, 1 << 20, 1);
     network.set_faults(Faults { drop_messages: 0.05, ..Faults::default() }).unwrap();
     let (mut well, mut lost) = (0, 0);
-    for round in 0..60 {
+    // Which fragments are lost depends on when they leave: 60 messages are enough, but for a few runs in 10,000.
+    for round in 0..600 {
+        if round >= 60 && well > 5 && lost > 5 {
+            break;
+        }
         let bytes = noise(300_000, round);
         match outcome(|done| a.submit_send(&b.main_address(), &bytes, &within(LONG), done)) {
             Ok(()) => {
@@ -298,7 +305,7 @@ fn pools_are_apart_and_a_message_takes_the_shortest_buffer() {
     assert_eq!(failure(send(7, 11, LONG)).reason, Reason::MessageTooLong { allowed: 10 });
     assert_eq!(failure(send(0, 1001, LONG)).reason, Reason::MessageTooLong { allowed: 1000 });
     // It is sent back again and again until then.
-    assert_eq!(failure(send(1, 1, Duration::from_secs(1) * network.slowness())).reason, Reason::NoReceives);
+    assert_eq!(failure(send(1, 1, A_WHILE * network.slowness())).reason, Reason::NoReceives);
 }
 
 #[test]
@@ -324,7 +331,7 @@ fn no_peer_takes_the_buffers_of_the_others() {
     eventually("it has what it can get", || flood.iter().filter(|future| future.is_done()).count() == 6);
     assert_eq!(send(&modest, LONG).wait(LONG), Some(Ok(())));
     assert_eq!(send(&modest, LONG).wait(LONG), Some(Ok(())));
-    let late = Duration::from_secs(1) * network.slowness();
+    let late = A_WHILE * network.slowness();
     assert_eq!(failure(send(&modest, late).wait(LONG).unwrap()).reason, Reason::PoolExhausted);
     assert_eq!(flood.iter().filter(|future| future.is_done()).count(), 6);
     drop(held);
@@ -335,14 +342,20 @@ fn no_peer_takes_the_buffers_of_the_others() {
 
 #[test]
 fn a_long_message_ends_with_its_peer() {
-    let Some(network) = Network::obedient(13) else { return };
-    let (a, b) = (nervous(&network, 1).build().unwrap(), nervous(&network, 1).build().unwrap());
-    let _received = receive(&b, 8 << 20, 1);
-    assert_eq!(outcome(|done| a.add_peer_group(&[b.main_address()], &within(LONG), done)), Ok(()));
-    network.set_faults(Faults { max_delay_polls: 200, depth: 4, ..Faults::default() }).unwrap();
-    let (done, future) = Done::future();
-    a.submit_send(&b.main_address(), &vec![1; 8 << 20], &within(LONG), done).unwrap();
-    network.kill(&b.main_address());
-    let error = failure(future.wait(LONG).unwrap());
-    assert_eq!((error.reason, error.may_land), (Reason::PeerDown(DownReason::HeartbeatLost), false));
+    const LEN: usize = 8 << 20;
+    in_the_middle(1, 0, |round, _| {
+        let Some(network) = Network::obedient(13 + round as u64) else { return true };
+        let (a, b) = (nervous(&network, 1).build().unwrap(), nervous(&network, 1).build().unwrap());
+        let _received = receive(&b, LEN, 1);
+        assert_eq!(outcome(|done| a.add_peer_group(&[b.main_address()], &within(LONG), done)), Ok(()));
+        network.set_faults(Faults { max_delay_polls: 200, depth: 4, ..Faults::default() }).unwrap();
+        let (done, future) = Done::future();
+        a.submit_send(&b.main_address(), &vec![1; LEN], &within(LONG), done).unwrap();
+        network.kill(&b.main_address());
+        let Err(error) = future.wait(LONG).unwrap() else { return false };
+        let error = failure(Err(error));
+        assert_eq!(error.reason, Reason::PeerDown(DownReason::HeartbeatLost));
+        // Once all of it has left, nobody can say whether the peer has it.
+        !error.may_land
+    });
 }

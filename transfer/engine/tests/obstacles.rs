@@ -143,12 +143,16 @@ fn a_machine_without_an_engine_is_told_from_one_that_does_not_answer() {
     };
     let silent = listener.local_addr().unwrap().to_string();
     let address = with_text(&other.main_address(), &text(&other.main_address()), &silent);
-    let engine = on("tcp").connect_timeout(Duration::from_millis(700)).build().unwrap();
+    let (whole, begun) = (Duration::from_millis(700), Instant::now());
+    let engine = on("tcp").connect_timeout(whole).build().unwrap();
     for deadline in [Duration::from_millis(300), LONG] {
         let (error, _) = send(&engine, &address, deadline);
         assert_eq!(deadline == LONG, matches!(error.reason, Reason::Network(_)), "{error}");
         let (why, place) = obstacle(&error);
-        assert!(matches!(why, Obstacle::Silent(waited) if waited >= Duration::from_millis(250)), "{error}");
+        // A busy machine begins late, and time without a turn of the engine does not count as waited.
+        let least = if deadline == LONG { whole } else { Duration::ZERO };
+        let right = |waited| waited >= least && waited <= begun.elapsed();
+        assert!(matches!(why, Obstacle::Silent(waited) if right(waited)), "{error}");
         assert_eq!(place, silent);
         assert!(error.to_string().contains("timed out"), "{error}");
     }

@@ -31,15 +31,6 @@ fn other_process() {
     });
 }
 
-/// Says whether every thread of a process is stopped.
-fn is_stopped(process: u32) -> bool {
-    let state = |thread: std::fs::DirEntry| std::fs::read_to_string(thread.path().join("stat")).unwrap_or_default();
-    let threads = std::fs::read_dir(format!("/proc/{process}/task")).unwrap();
-    threads
-        .map(|thread| state(thread.unwrap()))
-        .all(|stat| stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('T')))
-}
-
 /// A peer that can be made to stand still: another process, or one of this process behind a network that carries nothing.
 enum Peer {
     Process(Other),
@@ -64,11 +55,8 @@ impl Peer {
     /// Has it stand still, or go on.
     fn stand(&self, still: bool, engine: &Engine) {
         match self {
-            Self::Process(other) => {
-                other.signal(if still { "STOP" } else { "CONT" });
-                // Its threads stop one after the other.
-                eventually("it stands still", || !still || is_stopped(other.process()));
-            }
+            Self::Process(other) if still => other.stop(),
+            Self::Process(other) => other.signal("CONT"),
             Self::Simulated { network, peer, .. } => {
                 for (one, other) in engine.addresses(0).iter().zip(peer.addresses(0)) {
                     if still { network.cut(one, other) } else { network.heal(one, other) }

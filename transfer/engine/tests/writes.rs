@@ -123,8 +123,10 @@ fn sixty_four_peers_in_one_group() {
     let Some(network) = Network::obedient(4) else { return };
     const PEERS: usize = 64;
     const SHARE: usize = 1000;
-    let a = engine(&network, 2);
-    let peers: Vec<_> = (0..PEERS).map(|_| engine(&network, 2)).collect();
+    // So many threads may wait for each other for long.
+    let patient = || builder(&network, 2).heartbeat(Duration::from_millis(500), LONG).build().unwrap();
+    let a = patient();
+    let peers: Vec<_> = (0..PEERS).map(|_| patient()).collect();
     let regions: Vec<_> = peers.iter().map(|peer| peer.alloc_mr(SHARE).unwrap()).collect();
     let addresses: Vec<_> = peers.iter().map(Engine::main_address).collect();
     let (done, connected) = Done::future();

@@ -86,6 +86,14 @@ pub fn check_open(engine: &Engine) -> Result<(), Error> {
     engine.group(0).map(drop)
 }
 
+/// Refuses an engine that belongs to the parent of this forked process: it has no threads here, and its locks may be held for good.
+///
+/// # Errors
+/// [`Error::System`] in a fork.
+pub fn check_process(engine: &Engine) -> Result<(), Error> {
+    engine.inner.home.check()
+}
+
 /// Refuses memory that an engine of another number has registered.
 ///
 /// # Errors

@@ -285,6 +285,15 @@ impl Engine {
         self.receive((len, count), options, Side::Own, Box::new(callback))
     }
 
+    /// Ends all receives of a pool, and frees their buffers. Messages that have arrived are still delivered; later ones are refused, as
+    /// to a pool that nobody has provided. A pool that there is not is no error.
+    pub fn end_recvs(&self, pool: u32) {
+        // In a fork nothing arrives, and the pools may be locked for good.
+        if self.inner.home.check().is_ok() {
+            self.inner.shared.pools.end(pool);
+        }
+    }
+
     pub(crate) fn receive(
         &self,
         size: (usize, usize),

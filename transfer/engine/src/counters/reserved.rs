@@ -64,6 +64,10 @@ impl Reserved {
 }
 
 #[cfg(test)]
+#[path = "reserved_tests.rs"]
+mod fork_tests;
+
+#[cfg(test)]
 mod tests {
     use super::*;
 

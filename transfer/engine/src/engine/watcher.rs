@@ -14,6 +14,7 @@ use crate::error::{Error, Reason, TransferError};
 use crate::memory::region::{Region, WORD_PAGE};
 use crate::peers::doors::Doors;
 use crate::providers::nvlink::StepKernels;
+use crate::sys::os::Home;
 use crate::sys::queue::Queue;
 use crate::sys::sync::pause;
 use crate::worker::command::{Command, Operation};
@@ -163,6 +164,8 @@ pub struct UvmWatcher {
     /// Pins the page for a GPU, where the engine has one.
     _registration: Option<MrHandle>,
     watchers: Arc<Watchers>,
+    /// The process that watches it.
+    home: Home,
 }
 
 impl std::fmt::Debug for UvmWatcher {
@@ -240,6 +243,10 @@ impl StepKernels {
 
 impl Drop for UvmWatcher {
     fn drop(&mut self) {
+        // In a fork nobody watches, and the words may be locked for good.
+        if self.home.check().is_err() {
+            return;
+        }
         self.watchers.words().watched.retain(|word| !Arc::ptr_eq(&word.region, &self.region));
     }
 }
@@ -281,7 +288,7 @@ impl Watchers {
         let mut words = self.words();
         words.watched.push(watched);
         self.touch(words);
-        Ok(UvmWatcher { region, _registration: memory, watchers: Arc::clone(self) })
+        Ok(UvmWatcher { region, _registration: memory, watchers: Arc::clone(self), home: Home::here() })
     }
 
     pub fn stop(&self) {
@@ -418,3 +425,7 @@ impl Watchers {
         (changed, ended)
     }
 }
+
+#[cfg(test)]
+#[path = "watcher_tests.rs"]
+mod tests;

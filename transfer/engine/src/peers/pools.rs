@@ -122,6 +122,12 @@ impl Pools {
         Ok(())
     }
 
+    /// Ends a pool: messages to it are refused from now on. Those that have buffers are still delivered.
+    pub fn end(&self, pool: u32) {
+        let ended = lock(&self.0).remove(&pool);
+        drop(ended); // callbacks may refer to anything, so they go when the lock is free
+    }
+
     /// A buffer for a message of so many bytes: the shortest that is free.
     pub fn take(&self, pool: u32, len: u64, engine: u64) -> Result<(Arc<RecvPool>, Vec<u8>), Rejection> {
         let pools = lock(&self.0);
@@ -146,6 +152,18 @@ mod tests {
             pools.add((*len, 2), &RecvOptions::default(), Side::Own, Box::new(|_, _| {})).unwrap();
         }
         pools
+    }
+
+    #[test]
+    fn a_pool_that_has_ended_takes_no_message_and_keeps_no_buffer() {
+        let pools = pools(&[100]);
+        let (pool, buffer) = pools.take(0, 10, 7).unwrap();
+        let kept = Arc::downgrade(&pool);
+        pools.end(0);
+        assert!(matches!(pools.take(0, 10, 7), Err(Rejection::NoReceives)));
+        pool.give_back(7, buffer);
+        drop(pool);
+        assert!(kept.upgrade().is_none());
     }
 
     #[test]

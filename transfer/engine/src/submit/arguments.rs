@@ -81,6 +81,7 @@ impl<'a> Grid<'a> {
     /// Where every page begins. They have been checked.
     pub(crate) fn offsets(self) -> impl Iterator<Item = u64> + use<'a> {
         let Self { pages, planes, plane_stride } = self;
+        let planes = if pages.indices.is_empty() { 0 } else { planes };
         (0..planes).flat_map(move |plane| {
             let start = plane * plane_stride + pages.offset;
             pages.indices.iter().map(move |index| index * pages.stride + start)

@@ -139,6 +139,10 @@ impl ImmRange {
 
 impl Drop for ImmRange {
     fn drop(&mut self) {
+        // A fork reserves nothing, and the list may be locked for good.
+        if self.engine.inner.home.check().is_err() {
+            return;
+        }
         self.engine.inner.shared.reserved.release(self.first);
     }
 }

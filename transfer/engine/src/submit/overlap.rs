@@ -30,16 +30,19 @@ fn twice(indices: &[u64]) -> Option<u64> {
     neighbours(&sorted).find(|(a, b)| a == b).map(|(a, _)| a)
 }
 
+fn shared(argument: &'static str, page_len: u64, a: u64, b: u64) -> Error {
+    Error::argument(argument, format!("pages of {page_len} bytes at {a} and {b} came; they must not overlap"))
+}
+
 /// Checks that no two pages of `page_len` bytes share bytes. They have been checked to lie inside a region.
 pub(crate) fn check(argument: &'static str, grid: &Grid<'_>, page_len: u64) -> Result<(), Error> {
     let Grid { pages, planes, plane_stride } = grid;
-    if page_len == 0 {
-        return Ok(());
-    }
+    // Without pages nothing has been checked: not even the end of the last plane is a number.
+    let (Some(first), false) = (pages.indices.first(), page_len == 0) else { return Ok(()) };
     if let Some(index) = twice(pages.indices) {
         return Err(Error::argument(argument, format!("page {index} came twice; each page can be written once")));
     }
-    let last = pages.indices.iter().max().copied().unwrap_or(0);
+    let last = pages.indices.iter().max().unwrap_or(first);
     let (one, few) = (*planes <= 1, pages.indices.len() <= 1);
     let apart_in_a_plane = few || pages.stride >= page_len;
     let planes_apart = one || *plane_stride >= last * pages.stride + page_len;
@@ -48,13 +51,18 @@ pub(crate) fn check(argument: &'static str, grid: &Grid<'_>, page_len: u64) -> R
     if apart_in_a_plane && (planes_apart || planes_inside) {
         return Ok(());
     }
-    let mut starts: Vec<_> = grid.offsets().collect();
+    // Those of one page can be named without a look at the others, of which there may be as many as the region has bytes.
+    if !one && *plane_stride < page_len {
+        let start = first * pages.stride + pages.offset;
+        return Err(shared(argument, page_len, start, start + plane_stride));
+    }
+    // If more pages came than fit before the end of the last one, two among so many of them share bytes.
+    let end = (planes - 1) * plane_stride + last * pages.stride + pages.offset + page_len;
+    let most = usize::try_from(end / page_len).unwrap_or(usize::MAX).saturating_add(1);
+    let mut starts: Vec<_> = grid.offsets().take(most).collect();
     starts.sort_unstable();
     match neighbours(&starts).find(|(a, b)| b - a < page_len) {
-        Some((a, b)) => {
-            let problem = format!("pages of {page_len} bytes at {a} and {b} came; they must not overlap");
-            Err(Error::argument(argument, problem))
-        }
+        Some((a, b)) => Err(shared(argument, page_len, a, b)),
         None => Ok(()),
     }
 }
@@ -80,5 +88,22 @@ mod tests {
             let expected = starts.iter().enumerate().any(overlap);
             prop_assert_eq!(check("dst", &grid, page_len).is_err(), expected);
         }
+    }
+
+    #[test]
+    fn planes_beyond_number_take_neither_time_nor_memory() {
+        let grid = |indices, plane_stride| Grid {
+            pages: Pages { indices, stride: 10, offset: 3 },
+            planes: 1 << 60,
+            plane_stride,
+        };
+        for plane_stride in [0, 1, 9] {
+            let error = check("dst", &grid(&[7, 0], plane_stride), 10).unwrap_err().to_string();
+            let words = format!("pages of 10 bytes at 73 and {} came", 73 + plane_stride);
+            assert!(error.contains(&words), "{error}");
+        }
+        // Nothing says where the last plane of no pages would end.
+        check("dst", &grid(&[], 100), 200).unwrap();
+        assert_eq!(grid(&[], 100).offsets().count(), 0);
     }
 }

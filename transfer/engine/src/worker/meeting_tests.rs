@@ -9,13 +9,18 @@ use crate::peers::message::{Body, Frame, Hello, Introduction, decode};
 use crate::providers::interface::{Event, Link, Nic, Passes};
 use crate::providers::sim::{Faults, SimNic};
 use crate::wire::descriptor::{Device, NicAddr, NicKey, PeerKey, ProviderKind};
-use crate::{DeviceGroup, Done, DownReason, Engine, Error, MrDesc, Options, PeerEvent, SimNetwork};
+use crate::{Builder, DeviceGroup, Done, DownReason, Engine, Error, MrDesc, Options, PeerEvent, SimNetwork};
 
 const LONG: Duration = Duration::from_secs(60);
+/// How long an answer is waited for that does not come.
 const MOMENT: Duration = Duration::from_millis(300);
+/// Longer than a thread of a busy machine has to wait, and far shorter than the time after which an engine gives a peer up.
+const SOON: Duration = Duration::from_secs(20);
 
-fn engine(network: &SimNetwork) -> Engine {
-    Engine::builder().group(DeviceGroup::sim(network, 1)).build().unwrap()
+/// Engines that give nobody up: whoever is left in a connection without another end stays there.
+fn patient(network: &SimNetwork) -> Builder {
+    let builder = Engine::builder().group(DeviceGroup::sim(network, 1));
+    builder.heartbeat(Duration::from_millis(500), LONG).connect_timeout(LONG)
 }
 
 /// The other side, frame by frame.
@@ -120,8 +125,7 @@ impl Meeting {
         let network = SimNetwork::new(1);
         network.set_faults(Faults { reorder: false, max_delay_polls: 0, ..Faults::default() }).unwrap();
         let (tell, events) = channel();
-        let builder = Engine::builder().group(DeviceGroup::sim(&network, 1));
-        let engine = builder.on_peer_event(move |event| tell.send(event).unwrap()).build().unwrap();
+        let engine = patient(&network).on_peer_event(move |event| tell.send(event).unwrap()).build().unwrap();
         let mut script = Script::new(&network, peer);
         let (way, from, given) = script.greet(&engine, 5);
         let (done, _future) = Done::future();
@@ -133,10 +137,10 @@ impl Meeting {
         Self { script, engine, events, from, way, given, introduction, their_way }
     }
 
-    /// Whether the engine takes the connection that the peer has begun first.
-    fn takes_the_first(&mut self) -> bool {
+    /// Whether the engine takes the connection that the peer has begun first, within so long.
+    fn takes_the_first(&mut self, time: Duration) -> bool {
         self.script.send(self.way, self.given, Body::Confirm(self.from.clone(), [0; 32]));
-        self.script.within(MOMENT, ready).is_some()
+        self.script.within(time, ready).is_some()
     }
 
     /// The peer accepts the connection that the engine has begun.
@@ -156,8 +160,8 @@ impl Meeting {
 #[test]
 fn of_two_connections_the_one_of_the_smaller_key_stays() {
     let mut larger = Meeting::new(u64::MAX);
-    assert!(!larger.takes_the_first(), "the other side takes this engine's: each would wait in another one");
-    assert!(Meeting::new(0).takes_the_first(), "the other side keeps to its own");
+    assert!(!larger.takes_the_first(MOMENT), "the other side takes this engine's: each would wait in another one");
+    assert!(Meeting::new(0).takes_the_first(LONG), "the other side keeps to its own");
 }
 
 /// Its Confirm may come behind the Ready of the connection that stays: they take different ways.
@@ -165,11 +169,11 @@ fn of_two_connections_the_one_of_the_smaller_key_stays() {
 fn a_connection_that_was_given_up_replaces_none() {
     let mut meeting = Meeting::new(u64::MAX);
     let link = meeting.accept();
-    assert!(!meeting.takes_the_first(), "nobody is at the other end of that one");
+    assert!(!meeting.takes_the_first(MOMENT), "nobody is at the other end of that one");
     assert!(meeting.events.try_recv().is_err());
     // One that is begun anew does.
     (meeting.way, meeting.from, meeting.given) = meeting.script.greet(&meeting.engine, 7);
-    assert!(meeting.takes_the_first());
+    assert!(meeting.takes_the_first(LONG));
     assert_eq!((meeting.event(), meeting.event()), (Some(DownReason::Reconnected), None));
     drop((meeting, link));
     // So does the first one where the other one has broken: who repeats its Confirm means it.
@@ -178,7 +182,7 @@ fn a_connection_that_was_given_up_replaces_none() {
     meeting.script.nic.disconnect(link);
     meeting.script.nic.poll(&mut meeting.script.events);
     assert_eq!(meeting.event(), Some(DownReason::NetworkLost));
-    assert!(meeting.takes_the_first());
+    assert!(meeting.takes_the_first(LONG));
     assert_eq!(meeting.event(), None);
 }
 
@@ -186,7 +190,7 @@ fn a_connection_that_was_given_up_replaces_none() {
 fn engines_that_connect_at_once_reach_each_other() -> Result<(), Error> {
     for seed in 0..100 {
         let network = SimNetwork::new(seed);
-        let pair = [engine(&network), engine(&network)];
+        let pair = [patient(&network).build()?, patient(&network).build()?];
         let regions: Vec<_> = pair.iter().map(|engine| engine.alloc_mr(8)).collect::<Result<_, _>>()?;
         let together = Barrier::new(2);
         std::thread::scope(|scope| {
@@ -196,7 +200,7 @@ fn engines_that_connect_at_once_reach_each_other() -> Result<(), Error> {
                     together.wait();
                     let (done, future) = Done::future();
                     engine.submit_barrier(None, 1, &[desc], &Options::default(), done).unwrap();
-                    assert_eq!(engine.wait(&future, Duration::from_secs(4)), Ok(()), "seed {seed}");
+                    assert_eq!(engine.wait(&future, SOON), Ok(()), "seed {seed}");
                 });
             }
         });

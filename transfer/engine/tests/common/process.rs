@@ -134,6 +134,12 @@ impl Other {
         assert!(sent.unwrap().success());
     }
 
+    /// Stops it, and waits until it stands still: its threads stop one after the other.
+    pub fn stop(&self) {
+        self.signal("STOP");
+        super::eventually("it stands still", || is_stopped(self.process()));
+    }
+
     /// Checks that it was noticed that this process is gone.
     pub fn was_lost(address: &NetAddr, event: PeerEvent) {
         assert_eq!(event.peer, address.name());
@@ -156,6 +162,15 @@ impl Drop for Other {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
     }
+}
+
+/// Says whether every thread of a process is stopped.
+fn is_stopped(process: u32) -> bool {
+    let state = |thread: std::fs::DirEntry| std::fs::read_to_string(thread.path().join("stat")).unwrap_or_default();
+    let threads = std::fs::read_dir(format!("/proc/{process}/task")).unwrap();
+    threads
+        .map(|thread| state(thread.unwrap()))
+        .all(|stat| stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('T')))
 }
 
 /// Processor time that a process has used, in hundredths of a second.
