@@ -11,14 +11,15 @@ import putget_transfer as pt
 from putget_transfer import kv
 
 LAYERS, PAGES, TOKENS, BYTES = 4, 64, 4, 4096
-HEARTBEAT_S = (0.1, 1.5)
-LEASE_S = 3.0
+HEARTBEAT_S = (0.1, 4.0)
+"""A peer that lives may get no processor for seconds."""
+LEASE_S = 6.0
 GIVEN_UP = ("cancelled", "expired")
 """How pages come back that their decoder has given up; expired: its cancel came before the prefill began."""
 
 
 def engine(network: str) -> pt.Engine:
-    """Return an engine that notices lost peers quickly."""
+    """Return an engine that notices lost peers in a few seconds."""
     group = pt.DeviceGroup.host(1) if network == "host" else pt.DeviceGroup.tcp(["127.0.0.1"])
     builder = pt.Engine.builder().group(group).heartbeat(*HEARTBEAT_S).connect_timeout(5.0).grace(0.3)
     return builder.build()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -36,7 +37,11 @@ class Process:
         return self.answer()
 
     def signal(self, number: int) -> None:
+        """Send a signal; one that is stopped stands still when this returns."""
         self.process.send_signal(number)
+        if number == signal.SIGSTOP:
+            # A thread that runs on another processor goes on for a moment. This ends once all threads have stopped.
+            os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
 
     def end(self) -> None:
         self.process.kill()

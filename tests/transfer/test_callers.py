@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import os
 import queue
 import re
@@ -10,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -62,6 +65,39 @@ def test_a_cancelled_task_stops_waiting_and_nothing_else_does(pair: tuple[pt.Eng
     asyncio.run(work())
     a.submit_single_write(64, 7, (src, 0), (desc, 0)).wait(LONG_S)
     b.expect_imm_count(7, 1, deadline_s=LONG_S).wait(LONG_S)
+    assert complaints == []
+
+
+def test_a_cancelled_wait_keeps_no_loop_and_says_nothing_to_it(
+    pair: tuple[pt.Engine, pt.Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = pair
+    (src, _), (_dst, desc) = a.alloc_mr(64), b.alloc_mr(64)
+    complaints: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", complaints.append)
+    arrived, told = b.expect_imm_count(7, 1, deadline_s=LONG_S), threading.Event()
+
+    async def wait() -> None:
+        await arrived
+
+    async def work() -> None:
+        task = asyncio.ensure_future(wait())
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(work())
+    loop.close()
+    kept = weakref.ref(loop)
+    del loop
+    gc.collect()
+    assert kept() is None
+    assert not arrived.done()
+    # Callbacks are called one after the other.
+    arrived.add_done_callback(lambda _error: told.set())
+    a.submit_single_write(64, 7, (src, 0), (desc, 0)).wait(LONG_S)
+    assert told.wait(LONG_S)
     assert complaints == []
 
 
@@ -149,14 +185,22 @@ def ctrl_c() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@contextlib.contextmanager
+def interrupt_soon() -> Iterator[None]:
+    """Ctrl-C within the block, which waits by then; on a busy machine it may come at the block's begin."""
+    timer = threading.Timer(0.1, signal.raise_signal, [signal.SIGINT])
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
+
+
 @pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_ends_a_wait(pair: tuple[pt.Engine, pt.Engine]) -> None:
     arrived = pair[1].expect_imm_count(1, 1, deadline_s=LONG_S)
-    timer = threading.Timer(0.1, signal.raise_signal, [signal.SIGINT])
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt), interrupt_soon():
         arrived.wait(LONG_S)
-    timer.join()
 
 
 @pytest.mark.usefixtures("ctrl_c")
@@ -170,13 +214,10 @@ def test_ctrl_c_ends_a_wait_for_room() -> None:
         a.submit_single_write(8, None, (src, 0), (desc, 0)).wait(LONG_S)
         network.cut(a.main_address(), b.main_address())
         stuck = a.submit_single_write(8, 2, (src, 0), (desc, 0), deadline_s=LONG_S)
-        timer = threading.Timer(0.1, signal.raise_signal, [signal.SIGINT])
-        timer.start()
         told: list[object] = []
         # The deadline is the bound of this test: with the interrupt unheard, EngineBusy comes instead.
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt), interrupt_soon():
             a.submit_single_write(8, 1, (src, 0), (desc, 0), done=told.append, deadline_s=LONG_S)
-        timer.join()
         # Nothing was submitted, and there is room again once the other one is over.
         stuck.cancel()
         with pytest.raises(pt.TransferFailed):
@@ -231,6 +272,71 @@ def test_a_fork_is_told_that_the_engine_is_not_its_own() -> None:
         env={**os.environ, "RUST_BACKTRACE": "0"},
     )
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "child 0\n", "")
+
+
+DURING_A_FORK = """
+import os, threading
+
+told = threading.Event()
+seen = []
+
+def during():
+    engine.submit_single_write(8, 1, (handle, 0), (desc, 0), done=lambda error: told.set()).wait(60)
+    seen.append(told.wait(0.2))
+
+os.register_at_fork(before=during)  # such functions run in the opposite order: this one behind putget_transfer's
+import putget_transfer as pt
+
+engine = pt.Engine.builder().group(pt.DeviceGroup.sim(pt.SimNetwork(), 1)).build()
+handle, desc = engine.alloc_mr(8)
+child = os.fork()
+if child == 0:
+    os._exit(0)
+_, status = os.waitpid(child, 0)
+assert told.wait(60)
+engine.close()
+print("child", os.waitstatus_to_exitcode(status), "called during the fork", seen)
+"""
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="CPython 3.12 mends the mutex in the child")
+def test_no_callback_comes_to_the_interpreter_in_the_middle_of_a_fork() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", DURING_A_FORK], capture_output=True, text=True, timeout=LONG_S, check=False
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "child 0 called during the fork [False]\n", "")
+
+
+INTERRUPTED_FORK = """
+import ctypes, functools, os, signal, threading
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs this may ignore it
+# Behind putget_transfer's function, and no Python: the handler runs once there is Python to run.
+os.register_at_fork(before=functools.partial(ctypes.CDLL(None)["raise"], signal.SIGINT))
+import putget_transfer as pt
+
+engine = pt.Engine.builder().group(pt.DeviceGroup.sim(pt.SimNetwork(), 1)).build()
+handle, desc = engine.alloc_mr(8)
+try:
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    print("not interrupted")
+except KeyboardInterrupt:
+    print("interrupted")
+told = threading.Event()
+engine.submit_single_write(8, 1, (handle, 0), (desc, 0), done=lambda error: told.set()).wait(60)
+print("called", told.wait(4.5))  # beside a fork that is under way it takes 5 s
+engine.close()
+"""
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="CPython 3.12 mends the mutex in the child")
+def test_callbacks_come_after_an_interrupt_in_the_middle_of_a_fork() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_FORK], capture_output=True, text=True, timeout=LONG_S, check=False
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "interrupted\ncalled True\n", "")
 
 
 def test_the_metrics_are_what_prometheus_reads(pair: tuple[pt.Engine, pt.Engine]) -> None:

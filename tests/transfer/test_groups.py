@@ -74,7 +74,8 @@ def test_every_call_takes_its_device_group(engines: tuple[pt.Engine, pt.Engine, 
     end = time.monotonic() + LONG_S
     while len(heard) < 2 and time.monotonic() < end:
         time.sleep(0.001)
-    assert heard == [("1", b"hello"), ("0", b"hello")]
+    # Device groups keep no order between each other.
+    assert sorted(heard) == [("0", b"hello"), ("1", b"hello")]
 
 
 def test_memory_is_registered_in_bulk_and_for_some_groups_alone(
@@ -160,7 +161,11 @@ def test_threads_are_pinned() -> None:
     def affinity(name: str) -> set[str]:
         found = set()
         for task in Path("/proc/self/task").iterdir():
-            status = dict(line.split(":\t", 1) for line in (task / "status").read_text().splitlines() if ":\t" in line)
+            try:
+                text = (task / "status").read_text()
+            except OSError:  # a thread that has ended meanwhile
+                continue
+            status = dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
             if status["Name"] == name:
                 found.add(status["Cpus_allowed_list"])
         return found

@@ -41,6 +41,7 @@ class Pair:
         self.prefill_engine, self.sent, source = cache(4)
         self.decode_engine, self.found, target = cache(8)
         self.prefiller, self.decoder = kv.Prefiller(source, lease_s=3600), kv.Decoder(target, max_requests=2)
+        self.target = target
         self.sources = self.decoder.sources([self.prefiller.source()])
         self.step = 0
 
@@ -95,8 +96,27 @@ def test_a_cancelled_request_raises_when_its_pages_are_free(pair: Pair) -> None:
     again = pair.decoder.request(pair.sources, "s", [[4, 3]], tokens=16)
     pair.prefill("s", [1, 2, 3, 4], 16)
     again.wait(WAIT_S)
-    assert 'requests_total{end="cancelled"} 1' in pair.prefiller.metrics_text()
     assert 'requests_total{end="arrived"} 1' in pair.decoder.metrics_text()
+    await_cancelled(pair)
+
+
+def await_cancelled(pair: Pair) -> None:
+    """Wait until the prefiller has counted a cancelled request, which its cancel may overtake."""
+    end = time.monotonic() + WAIT_S
+    while 'requests_total{end="cancelled"} 1' not in pair.prefiller.metrics_text():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_decoder_that_is_dropped_gives_its_requests_up(pair: Pair) -> None:
+    own = pair.decoder.request(pair.sources, "r", [[1, 2]], tokens=16)
+    assert own.state in ("asked", "accepted")
+    target = kv.Decoder(pair.target, max_requests=2)
+    del own, pair.decoder
+    await_cancelled(pair)
+    again = target.request(target.sources([pair.prefiller.source()]), "s", [[1, 2]], tokens=16)
+    pair.prefill("s", [1, 2, 3, 4], 16)
+    again.wait(WAIT_S)
 
 
 def test_the_stages_of_a_request_are_timed(pair: Pair) -> None:

@@ -10,6 +10,7 @@ import random
 import resource
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,10 @@ from putget_transfer import kv
 
 WAIT_S = 60.0
 LONG_S = 600.0
-SHORT_S = 2.0
+SHORT_S = 4.0
+"""The silence after which a member is forgotten: one that is there may get no processor for seconds."""
+CUT_S = (0.2, 1.5)
+"""Heartbeats where a connection is cut: it is down before its member is forgotten."""
 SOURCE = bytes(range(256)) * 32
 JOINS = 1000
 
@@ -31,12 +35,12 @@ class Place:
     """Engines of one simulated network."""
 
     def __init__(self) -> None:
-        self.network = pt.SimNetwork(3)
+        self.network, self.heartbeat = pt.SimNetwork(3), (0.2, 10.0)
         self.engines: list[pt.Engine] = []
 
     def engine(self) -> pt.Engine:
         builder = pt.Engine.builder().group(pt.DeviceGroup.sim(self.network, 1)).readmit("lost")
-        self.engines.append(builder.heartbeat(0.2, 1.5).build())
+        self.engines.append(builder.heartbeat(*self.heartbeat).build())
         return self.engines[-1]
 
     def client(self, directory: kv.Directory) -> kv.DirectoryClient:
@@ -86,6 +90,7 @@ def test_members_join_change_roles_drain_and_leave(place: Place) -> None:
 
 
 def test_a_lost_member_is_forgotten_and_one_that_comes_back_is_known(place: Place) -> None:
+    place.heartbeat = CUT_S
     directory = kv.Directory(place.engine(), timeout_s=SHORT_S)
     client, other = place.client(directory), place.client(directory)
     members = [client.join("p0", "prefill"), other.join("p1", "prefill")]
@@ -110,7 +115,7 @@ def test_a_member_that_starts_again_takes_its_name_over(place: Place) -> None:
     assert "another member has the name 'p0'" in str(old.refusal)
     # The old one's end does not end the new one.
     old.leave()
-    until(lambda: [entry.source for entry in before.entries()] == [b"new"])
+    until(lambda: [entry.source for entry in before.entries(timeout_s=WAIT_S)] == [b"new"])
     assert new.refusal is None
 
 
@@ -121,8 +126,9 @@ def test_what_a_member_says_last_counts(place: Place) -> None:
     heard, enter = [0], directory._enter
 
     def counted(*arguments: Any) -> str | None:
+        refusal = enter(*arguments)
         heard[0] += 1
-        return enter(*arguments)
+        return refusal
 
     directory._enter = counted  # type: ignore[method-assign]
     # Messages have no order.
@@ -193,19 +199,49 @@ def test_a_mistake_in_a_change_silences_nobody(place: Place) -> None:
             with pytest.raises(ValueError, match=f"{name}: .*{value}"):
                 client.join(**{"name": "p2", "role": "decode", name: value})
     time.sleep(1.5 * SHORT_S)
-    assert names(directory.entries()) == ["p0", "p1"]
+    # A member that is silent for good is forgotten by now. One that had no processor for a while says that it is there.
+    until(lambda: names(directory.entries()) == ["p0", "p1"])
     member.update(source=bytearray(b"new"), load=2)  # type: ignore[arg-type]
     until(lambda: [entry.source for entry in directory.entries()] == [b"", b"new"])
 
 
-def test_a_directory_that_starts_again_knows_everybody(place: Place) -> None:
-    engine = place.engine()
-    first = kv.Directory(engine, timeout_s=SHORT_S)
-    client = place.client(first)
+def test_a_directory_that_has_forgotten_a_member_knows_it_again(place: Place) -> None:
+    directory = kv.Directory(place.engine(), timeout_s=SHORT_S)
+    client = place.client(directory)
     client.join("p0", "prefill", source=SOURCE)
-    # As a new process at the same address would.
-    first._entries.clear()
-    until(lambda: [entry.source for entry in client.entries()] == [SOURCE])
+    directory._entries.clear()
+    until(lambda: [entry.source for entry in client.entries(timeout_s=WAIT_S)] == [SOURCE])
+
+
+def test_a_member_whose_directory_has_ended_is_told_once_and_joins_the_next(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = place.client(kv.Directory(place.engine(), timeout_s=SHORT_S))
+    client.join("p0", "prefill", source=SOURCE)
+    place.engines[0].close()
+    until(lambda: "is not reached, so it forgets its members" in caplog.text)
+    with pytest.raises(TimeoutError, match="has not answered for 4 s"):
+        client.entries()
+    assert caplog.text.count("is not reached") == 1
+    again = kv.Directory(place.engine(), timeout_s=SHORT_S)
+    kv.DirectoryClient(place.engines[1], again.address).join("p0", "prefill", source=SOURCE)
+    assert [entry.source for entry in again.entries()] == [SOURCE]
+
+
+def test_an_old_message_that_fails_behind_a_newer_one_that_arrives_is_not_told(
+    place: Place, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = place.client(kv.Directory(place.engine(), timeout_s=LONG_S))
+    ends: list[Callable[[Any], None]] = []
+    engine = SimpleNamespace(submit_send=lambda *_, done, **__: ends.append(done))
+    monkeypatch.setattr(client, "_engine", engine)
+    for number in range(3):
+        client._post("list", number, role=None)
+    ends[1](None)
+    ends[0](pt.EngineError("its deadline is over"))
+    assert "is not reached" not in caplog.text
+    ends[2](pt.EngineError("its deadline is over"))
+    assert caplog.text.count("is not reached") == 1
 
 
 def test_mistakes_and_hostile_bytes_have_no_effect(place: Place, caplog: pytest.LogCaptureFixture) -> None:

@@ -87,6 +87,24 @@ def test_without_a_replica_left_the_reasons_are_told_at_once(make: Callable[...,
     assert cluster.controller.update(2, DEADLINE_S).committed == ["replica 0", "replica 1"]
 
 
+def test_two_rollout_ranks_with_one_number_are_named_before_a_trainer_writes(make: Callable[..., Cluster]) -> None:
+    cluster = make(replicas=2)
+    known = cluster.controller.replicas["replica 1"][1]
+    # A replica that counts its ranks from 0 again.
+    twin = weights.Rollout(cluster.engine(), known.slots, cluster.schedule, 1)
+    cluster.controller.replicas["replica 1"][1] = twin
+    cluster.source.set(1)
+    cluster.trainer.publish = lambda *_, **__: pytest.fail("a trainer was asked to write")
+    with pytest.raises(ValueError, match="rollout rank 1 came twice, as 1 of 'replica 0' and as 1 of 'replica 1'; the"):
+        cluster.controller.update(1, LONG_S)
+    assert [rollout.landing for rollout in [*cluster.rollouts[:3], twin]] == [None] * 4
+    twin.engine.close()
+    del cluster.trainer.publish
+    cluster.controller.replicas["replica 1"][1] = known
+    assert cluster.controller.update(1, DEADLINE_S).committed == ["replica 0", "replica 1"]
+    assert cluster.versions() == [[1]] * 4
+
+
 class Interrupts:
     """Ctrl-C while a rank's call is under way, and what comes of it."""
 

@@ -45,7 +45,7 @@ class Server:
 
     def engine(self) -> pt.Engine:
         group = pt.DeviceGroup.sim(self.network, 1)
-        self.engines.append(pt.Engine.builder().group(group).heartbeat(0.2, 2.0).grace(0.5).build())
+        self.engines.append(pt.Engine.builder().group(group).heartbeat(0.2, 5.0).grace(0.5).build())
         return self.engines[-1]
 
     def record(self) -> None:

@@ -20,6 +20,7 @@ pytest.importorskip(
 import torch
 
 from putget_transfer import weights
+from tests.harness.processes import thread_states
 from tests.transfer import weights_models as models
 from tests.transfer import weights_rank
 from tests.transfer.weights_rank import Remote
@@ -211,7 +212,7 @@ def test_a_trainer_that_stands_still_in_a_gather_or_dies_behind_its_last_write(
 def stopped(remote: Remote) -> None:
     """Wait until a process stands still."""
     end = time.monotonic() + WAIT_S
-    while Path(f"/proc/{remote.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+    while thread_states(remote.pid) != {"T"}:
         assert time.monotonic() < end
         time.sleep(0.001)
 

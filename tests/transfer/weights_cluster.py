@@ -32,7 +32,7 @@ class Cluster:
         self.controller = weights.Controller([self.trainer], pairs)
 
     def engine(self) -> pt.Engine:
-        return pt.Engine.builder().group(pt.DeviceGroup.sim(self.network, 1)).heartbeat(0.2, 2.0).grace(0.5).build()
+        return pt.Engine.builder().group(pt.DeviceGroup.sim(self.network, 1)).heartbeat(0.2, 5.0).grace(0.5).build()
 
     def versions(self, among: range = range(6)) -> list[list[int]]:
         return [models.version_of(engine, among) for engine in self.engines]

@@ -307,6 +307,23 @@ def a_version_that_nobody_waits_for_any_more_goes_on_alone() -> None:
     found.close()
 
 
+def a_refusal_counts_the_time_in_which_others_may_still_answer() -> None:
+    found = Parties(1, 1)
+
+    async def refused() -> None:
+        found.join()
+        assert await found.all(1) == [[], [1.0]]
+        found.join()
+        found.workers[0].deadline_s = 0.0
+        await found.cancelled(found.workers[0], threading.Event())
+        with pytest.raises(ValueError, match=r"still runs; its deadline ends in [1-9]\d* s$"):
+            await found.call(found.workers[0], 3)
+        found.say("end", found.version, "nobody takes part")
+
+    asyncio.run(refused())
+    found.close()
+
+
 def others_take_part_only_once_a_cancelled_version_has_ended() -> None:
     found, goes_on = Parties(1, 1), threading.Event()
 
@@ -319,10 +336,12 @@ def others_take_part_only_once_a_cancelled_version_has_ended() -> None:
             received = asyncio.create_task(found.call(gone, 2))
             await found.cancelled(found.actors[0], goes_on)
             found.workers = [found.kind(1 << 20, **OPTIONS)]
-            with pytest.raises(ValueError, match=f"^init_process_group: send_weights of version {running} still runs"):
+            refused = f"^init_process_group: send_weights of version {running} still runs; its deadline ends in [0-9]+"
+            with pytest.raises(ValueError, match=refused):
                 found.join()
             goes_on.set()
-            assert await received == [2.0]
+            with pytest.raises(weights.UpdateFailed, match="was cancelled, and others take part now"):
+                await received
             gone._close()
             found.workers = [found.kind(1 << 20, **OPTIONS)]
             await _free(found.join)
@@ -334,6 +353,106 @@ def others_take_part_only_once_a_cancelled_version_has_ended() -> None:
 
     asyncio.run(replaced())
     found.close()
+
+
+def a_cancelled_call_that_waits_for_a_dead_peer_makes_way_for_a_new_session() -> None:
+    for engine, dead in ((0, 2), (1, 2), (2, 0), (2, 1)):  # of two actors and one worker
+        for first in (False, True):
+            found = Parties(2, 1)
+            asyncio.run(_makes_way(found, engine, dead, first))
+            found.close()
+
+
+async def _makes_way(found: Parties, engine: int, dead: int, is_first: bool) -> None:
+    """A call waits for one that never calls, and is cancelled; then another takes the place of that one."""
+    found.join()
+    if not is_first:
+        assert await found.all(1) == [[], [], [1.0] * 2]
+        found.join()
+    waits, gone, goes_on = found.engines[engine], found.engines[dead], threading.Event()
+    goes_on.set()
+    await found.cancelled(waits, goes_on)
+    assert waits.running is not None
+    if dead < 2:
+        found.actors[dead] = found.kind(1 << 20, is_master=dead == 0, **OPTIONS)
+    else:
+        found.workers = [found.kind(1 << 20, **OPTIONS)]
+    found.join()
+    assert waits.running is None
+    assert await found.all(3) == [[], [], [3.0] * 2]
+    gone._close()
+
+
+def a_call_whose_coroutine_is_closed_makes_way_for_a_new_session() -> None:
+    found, runs = Parties(2, 1), threading.Event()
+    found.join()
+    gone, worker = found.actors[1], found.workers[0]
+    receive = worker._receive
+
+    def noticed(*arguments: Any) -> Any:
+        runs.set()
+        return receive(*arguments)
+
+    worker._receive = noticed
+    call, loop = found.call(worker, 1), asyncio.new_event_loop()
+    task: Any = loop.create_task(call)
+    task._log_destroy_pending = False
+    assert loop.run_until_complete(asyncio.to_thread(runs.wait, DEADLINE_S))
+    call.close()  # nobody cancels it: its loop is over
+    loop.close()
+    del worker._receive
+    assert worker.running is not None
+    found.actors[1] = found.kind(1 << 20, **OPTIONS)
+    found.join()
+    assert worker.running is None
+    gone._close()
+    found.close()
+
+
+def actors_that_are_given_up_one_after_the_other_gather_to_the_end() -> None:
+    found, goes_on, gather = Parties(2, 1), threading.Event(), threading.Barrier(2)
+
+    async def replaced() -> None:
+        try:
+            await _given_up_in_order(found, goes_on, gather)
+        finally:
+            goes_on.set()
+            gather.abort()
+
+    asyncio.run(replaced())
+    found.close()
+
+
+async def _given_up_in_order(found: Parties, goes_on: threading.Event, gather: threading.Barrier) -> None:
+    """Both actors' calls are cancelled; one is given up, and the other only once that one has ended."""
+
+    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+        for number in range(6):
+            gather.wait(DEADLINE_S)
+            yield f"w{number % 2}", torch.ones(4) * 2
+            inside.release()
+            assert goes_on.wait(DEADLINE_S)
+
+    found.join()
+    assert await found.all(1) == [[], [], [1.0] * 2]
+    found.join()
+    gone, inside = found.workers[0], threading.Semaphore(0)
+    calls = [asyncio.create_task(actor.send_weights(gathered())) for actor in found.actors]
+    for _ in calls:
+        assert await asyncio.to_thread(inside.acquire, timeout=DEADLINE_S)
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+    found.workers = [found.kind(1 << 20, **OPTIONS)]
+    first: Any = found.actors[0].running
+    for number, (engine, topology) in enumerate(zip(found.engines, found.topologies(), strict=True)):
+        joined = asyncio.create_task(asyncio.to_thread(engine.init_process_group, **topology))
+        while number == 0 and not first.given_up:
+            await asyncio.sleep(0.01)
+        goes_on.set()
+        await joined
+    assert await found.all(3) == [[], [], [3.0] * 2]
+    gone._close()
 
 
 def a_refused_call_ends_the_version_for_all() -> None:
@@ -351,13 +470,15 @@ async def _refused(found: Parties, at: int, goes_on: threading.Event) -> None:
     running = found.version
     try:
         await found.cancelled(found.engines[at], goes_on)
+        # An actor that is refused goes through its weights once the call before has done so.
+        goes_on.set()
         found.join()
         errors = await found.all(3)
         reason = f"{call}: {call} of version {running} still runs"
         for number, error in enumerate(errors):
             if number == at:
                 assert isinstance(error, ValueError), (at, errors)
-                assert str(error) == reason
+                assert str(error).startswith(f"{reason}; its deadline ends in ")
             else:
                 assert isinstance(error, weights.UpdateFailed), (at, errors)
                 assert f"{name}: {reason}" in str(error), (at, errors)
@@ -375,6 +496,88 @@ async def _refused(found: Parties, at: int, goes_on: threading.Event) -> None:
         # Its thread has not noticed yet.
         assert "still runs" in str(results[at]), results
         assert time.monotonic() < end
+        found.join()
+
+
+def an_actor_that_is_refused_gathers_with_the_others() -> None:
+    for at in range(ACTORS):
+        found = Parties(ACTORS, 1)
+        asyncio.run(_gathers_all_the_same(found, at))
+        found.close()
+
+
+async def _gathers_all_the_same(found: Parties, at: int) -> None:
+    """An actor's call is cancelled in its gather. The next version comes before that gather is over."""
+    goes_on, gather, inside, refused = threading.Event(), threading.Barrier(ACTORS), threading.Event(), found.actors[at]
+
+    def alone() -> Iterator[tuple[str, torch.Tensor]]:
+        inside.set()
+        yield from _ones(2, ACTORS, goes_on)
+
+    found.join()
+    assert await found.all(1) == [[]] * ACTORS + [[1.0] * ACTORS]
+    found.join()
+    cancelled = found.version
+    call = asyncio.create_task(refused.send_weights(alone()))
+    assert await asyncio.to_thread(inside.wait, DEADLINE_S)
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    found.join()
+    try:
+        errors = asyncio.gather(
+            *(actor.send_weights(_gathered(3, gather)) for actor in found.actors),
+            found.call(found.workers[0], 3),
+            return_exceptions=True,
+        )
+        store = refused.store.of(refused.topology.session)
+        await asyncio.to_thread(store.take, {f"failed/{found.version}": "the refused actor"}, _end())
+        goes_on.set()
+        reason = f"send_weights: send_weights of version {cancelled} still runs"
+        for number, error in enumerate(await errors):
+            assert isinstance(error, ValueError if number == at else weights.UpdateFailed), error
+            assert (reason if number == at else f"actor {at}: {reason}") in str(error), error
+    finally:
+        goes_on.set()
+        gather.abort()
+        for what in ("failed", "end"):
+            found.say(what, cancelled, "nobody takes part")
+
+
+def _end() -> float:
+    return time.monotonic() + DEADLINE_S
+
+
+def _gathered(value: int, gather: threading.Barrier, bad: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield an actor's weights: none comes before all actors have asked for it."""
+    for number in range(ACTORS):
+        gather.wait(DEADLINE_S)
+        name = f"w{number}"
+        yield name, torch.ones(4, device="meta" if name == bad else "cpu") * value
+    gather.wait(DEADLINE_S)
+
+
+def an_actor_that_cannot_copy_gathers_with_the_others() -> None:
+    for at in range(ACTORS):
+        found, gather = Parties(ACTORS, 1), threading.Barrier(ACTORS)
+        try:
+            found.join()
+            asyncio.run(_cannot_copy(found, at, gather))
+        finally:
+            gather.abort()
+        found.close()
+
+
+async def _cannot_copy(found: Parties, at: int, gather: threading.Barrier) -> None:
+    for value, bad in ((1, ""), (2, f"w{at}"), (3, "")):
+        calls = [actor.send_weights(_gathered(value, gather, bad)) for actor in found.actors]
+        results = await asyncio.gather(*calls, found.call(found.workers[0], value), return_exceptions=True)
+        if bad:
+            assert isinstance(results[at], NotImplementedError), results
+            for error in (*results[:at], *results[at + 1 :]):
+                assert isinstance(error, weights.UpdateFailed), results
+                assert f"actor {at}: Cannot copy out of meta tensor" in str(error), results
+        else:
+            assert results[ACTORS] == [float(value)] * ACTORS, results
         found.join()
 
 
@@ -404,8 +607,14 @@ CASES: tuple[Callable[[], None], ...] = (
     actors_try_again_where_the_first_version_has_failed,
     a_worker_that_fails_keeps_all_from_the_version,
     a_version_that_nobody_waits_for_any_more_goes_on_alone,
+    a_refusal_counts_the_time_in_which_others_may_still_answer,
     others_take_part_only_once_a_cancelled_version_has_ended,
+    a_cancelled_call_that_waits_for_a_dead_peer_makes_way_for_a_new_session,
+    a_call_whose_coroutine_is_closed_makes_way_for_a_new_session,
+    actors_that_are_given_up_one_after_the_other_gather_to_the_end,
     a_refused_call_ends_the_version_for_all,
+    an_actor_that_is_refused_gathers_with_the_others,
+    an_actor_that_cannot_copy_gathers_with_the_others,
     changes_go_alone,
     mistakes_are_named,
 )

@@ -21,6 +21,7 @@ import torch
 
 from putget_transfer import weights
 from tests.adapters.packages import shell, stand_in
+from tests.engines.prompts import free_port
 from tests.harness import Rank
 from tests.transfer import weights_models as models
 
@@ -162,7 +163,7 @@ class Cluster:
         from putget_transfer.adapters.vllm.weights import TrainerInit
 
         self.sources, self.client = sources, client or Client()
-        port = options.pop("port", 0) if len(sources) == 1 else _free_port()
+        port = options.pop("port", 0) if len(sources) == 1 else free_port()
         init = {"num_workers": WORKERS, "num_trainers": len(sources), "networks": "host", "master_port": port}
         self.pool = ThreadPoolExecutor(len(sources))
 
@@ -185,14 +186,6 @@ class Cluster:
         for worker in self.client.workers:
             worker.engine.shutdown()
         self.pool.shutdown()
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager

@@ -101,6 +101,7 @@ class Sender:
         end: float,
         commit: Callable[[], None] = lambda: None,
         announce: Callable[[], None] = lambda: None,
+        watch: Callable[[], None] = lambda: None,
     ) -> Report:
         """Send a version. All trainer ranks do so at the same time.
 
@@ -109,6 +110,7 @@ class Sender:
             end: When (of `time.monotonic`) it has failed.
             commit: Called on rank 0 when the version has landed in all workers and is decided.
             announce: Called first; where it fails the version does.
+            watch: Called while it waits for others, but not while it writes; it raises to end that.
 
         Raises:
             UpdateFailed: It came into force in no worker, or that is not known. Why is named.
@@ -118,9 +120,9 @@ class Sender:
             announce()
             if self.rank == 0:
                 forget(self.rendezvous, self.told, version, self.num_workers, self.name)
-            report = self._published(version, end)
+            report = self._published(version, end, watch)
             if self.rank == 0:
-                self._decide(version, end)
+                self._decide(version, end, watch)
                 commit()
         except BaseException as error:  # an interrupt, too: others must not take the version for one in force
             outcome = f"trainer rank {self.rank}: {str(error) or type(error).__name__}"
@@ -132,17 +134,18 @@ class Sender:
                 with contextlib.suppress(UpdateFailed):
                     self.rendezvous.put(f"end/{version}", outcome)
         if self.rank:
-            (outcome,) = self.rendezvous.take({f"end/{version}": "trainer rank 0"}, end + 2 * GRACE_S)
+            (outcome,) = self.rendezvous.take({f"end/{version}": "trainer rank 0"}, end + 2 * GRACE_S, watch)
             if outcome:
                 raise UpdateFailed(outcome)
         self.sent = version
         del self.told[:-2]
         return report
 
-    def _published(self, version: int, end: float) -> Report:
+    def _published(self, version: int, end: float, own_watch: Callable[[], None]) -> Report:
         """Write to all workers, as soon as they expect the version."""
 
         def watch() -> None:
+            own_watch()
             if self.rendezvous.has(f"failed/{version}"):
                 raise UpdateFailed(self.rendezvous.take({f"failed/{version}": "a worker"}, end)[0])
 
@@ -155,9 +158,9 @@ class Sender:
             raise UpdateFailed("; ".join(failed))
         return report
 
-    def _decide(self, version: int, end: float) -> None:
+    def _decide(self, version: int, end: float, watch: Callable[[], None]) -> None:
         """Decide for a version that has landed in all workers."""
-        votes = self.rendezvous.take(workers(f"vote/{version}", self.num_workers, self.name), end + GRACE_S)
+        votes = self.rendezvous.take(workers(f"vote/{version}", self.num_workers, self.name), end + GRACE_S, watch)
         if any(votes):
             raise UpdateFailed(f"version {version}: {'; '.join(filter(None, votes))}")
         self.rendezvous.put(f"commit/{version}", "")

@@ -107,7 +107,7 @@ class Controller:
             since: The version before, of which only changes go (`Trainer.publish`).
 
         Raises:
-            ValueError: An older version, or an update is running.
+            ValueError: An older version, an update is running, or two rollout ranks have the same number.
             UpdateFailed: No replica has the version: trainers failed, or all replicas. They are named.
         """
         version = operator.index(version)  # reports and offers have Python's own integers
@@ -256,9 +256,21 @@ class _Running:
             except ValueError as error:
                 self._out(name, str(error))
                 continue
-            self.places.update((rank, (name, number)) for number, rank in enumerate(ranks) if rank is not None)
+            self._place(name, ranks)
             found += replica
         return found
+
+    def _place(self, name: str, ranks: Sequence[int | None]) -> None:
+        """Note where each rollout rank is. Two with one number would get only one's bytes."""
+        for number, rank in enumerate(ranks):
+            if rank is None:
+                continue
+            other, at = self.places.setdefault(rank, (name, number))
+            if (other, at) != (name, number):
+                raise ValueError(
+                    f"replicas: rollout rank {rank} came twice, as {at} of {other!r} and as {number} of {name!r}; the "
+                    "`rank` of `Rollout` counts over all replicas, and `plan(..., replicas=)` says how many there are"
+                )
 
     def _publish(self, addresses: Mapping[int, bytes]) -> dict[str, str]:
         """Have all trainers write; return those that failed."""

@@ -26,6 +26,8 @@ from putget_transfer.weights import Slots, UpdateFailed, checkpoint, record
 
 NAME = "putget"
 ENGINE = "verl"
+_GIVE_UP_S = 10.0
+"""How long a new session waits for a call that it has given up."""
 _Result = TypeVar("_Result")
 
 
@@ -55,13 +57,46 @@ class _Topology:
 
 @dataclass
 class _Call:
-    """A call that sends or receives a version."""
+    """A call that sends or receives a version.
+
+    Attributes:
+        name: Its name.
+        end: When (of `time.monotonic`) its deadline ends.
+        version: The version, once its thread has begun.
+        cancelled: Nobody waits for it any more.
+        given_up: It has to end as soon as it can.
+        over: It has ended.
+        turn: The actor's call before has gone through its weights.
+        gathered: This one has.
+        problem: Why it keeps no weights any more.
+    """
 
     name: str
-    version: int
+    end: float
+    version: int = 0
+    cancelled: bool = False
+    given_up: bool = False
+    over: threading.Event = field(default_factory=threading.Event)
+    turn: threading.Event | None = None
+    gathered: threading.Event = field(default_factory=threading.Event)
+    problem: Exception | None = None
 
     def __str__(self) -> str:
         return f"{self.name} of version {self.version}"
+
+    def require(self) -> None:
+        """Raise UpdateFailed where it has been given up."""
+        if self.given_up:
+            raise UpdateFailed(f"{self} was cancelled, and others take part now")
+
+    def refusal(self) -> str:
+        """Say why other calls are refused, and until when."""
+        # Others may say so late what a version has come to.
+        left = max(self.end + 2 * GRACE_S - time.monotonic(), 0.0)
+        return f"{self} still runs; its deadline ends in {left:.0f} s"
+
+
+_Work = Callable[[_Call, _Topology, Rendezvous], _Result]
 
 
 class PutgetCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
@@ -102,6 +137,8 @@ class PutgetCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self.tensors: dict[str, torch.Tensor] = {}
         # A call whose task was cancelled is here until its thread has ended. `guard` is for it and `topology`.
         self.running: _Call | None = None
+        # Set when the last call has gone through its weights.
+        self.gathered: threading.Event | None = None
         self.guard = threading.Lock()
 
     def prepare(self) -> dict[str, Any]:
@@ -143,17 +180,30 @@ class PutgetCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def init_process_group(self, **topology: Any) -> None:
         """Take the topology of the next version.
 
+        Where others take part than before, a call of this rank that was cancelled is given up. It ends before this
+        returns, so it reads and writes no tensors any more.
+
         Raises:
-            ValueError: Others take part than before, and a call still runs, maybe one that was cancelled. The topology
-                stays what it was.
+            ValueError: Others take part than before, and a call still runs that was not cancelled, or that has not come
+                to a point where it can end: it connects to actor rank 0, writes, or waits for the caller's weights. The
+                topology stays what it was; a cancelled call has been given up all the same.
         """
         found = _Topology(**topology)
+        running = self.running
+        if running is not None and running.cancelled and self._is_new(found):
+            running.given_up = True
+            running.over.wait(_GIVE_UP_S)
         with self.guard:
-            if self.topology is None or self.topology.session != found.session:
+            if self._is_new(found):
                 if self.running is not None:
-                    raise ValueError(f"init_process_group: {self.running} still runs, with others than take part now")
+                    raise ValueError(
+                        f"init_process_group: {self.running.refusal()}. It is with others than take part now"
+                    )
                 self._close()
             self.topology = found
+
+    def _is_new(self, topology: _Topology) -> bool:
+        return self.topology is None or self.topology.session != topology.session
 
     def finalize(self) -> None:
         """Keep memory and plan: the next version needs them."""
@@ -173,63 +223,121 @@ class PutgetCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
         Raises:
             ValueError: A call before still runs, maybe one that was cancelled: its bytes are still read. Where that is
-                one for another version, this version has failed for all.
+                one for another version, this version has failed for all. The others gather from this rank, so it goes
+                through its weights first.
             UpdateFailed: No rollout worker loads the version. Why is named.
         """
 
-        def send(topology: _Topology, store: Rendezvous) -> dict[str, float]:
-            return self._send(topology, store, weights)
+        def send(call: _Call, topology: _Topology, store: Rendezvous) -> dict[str, float]:
+            return self._send(call, topology, store, weights)
 
-        return await asyncio.to_thread(self._alone, "send_weights", "actor", send)
+        def refuse(call: _Call, topology: _Topology, store: Rendezvous) -> None:
+            self._gather(call, weights, topology, store)
 
-    def _alone(self, name: str, role: str, work: Callable[[_Topology, Rendezvous], _Result]) -> _Result:
-        """Do something unless a call before is still at it: its thread goes on where its task was cancelled."""
+        return await self._in_thread("send_weights", "actor", send, refuse)
+
+    async def _in_thread(
+        self, name: str, role: str, work: _Work[_Result], refuse: _Work[None] | None = None
+    ) -> _Result:
+        """Do something in a thread, which goes on where the task is cancelled, or its coroutine closed."""
+        call = _Call(name, time.monotonic() + self.deadline_s)
+        try:
+            return await asyncio.to_thread(self._alone, call, role, work, refuse)
+        except BaseException:  # where the work itself has failed, it is over
+            call.cancelled = True
+            raise
+
+    def _alone(self, call: _Call, role: str, work: _Work[_Result], refuse: _Work[None] | None) -> _Result:
+        """Do something unless a call before is still at it: its thread goes on where its task was cancelled.
+
+        `refuse` is done in place of `work` where others wait for what this rank does in a version.
+        """
         with self.guard:
             topology, running = self.topology, self.running
             if topology is None:
                 raise ValueError("init_process_group: it has to come before weights are sent or received")
             if running is None:
-                self.running = _Call(name, topology.version)
-        if running is not None:
-            refused = ValueError(f"{name}: {running} still runs")
-            if running.version != topology.version:
-                # The others would wait for this rank until their deadline.
-                with contextlib.suppress(UpdateFailed):
-                    _fail(self._reached(topology), topology, role, refused)
-            raise refused
+                self.running = call
+            if running is None or running.version != topology.version:
+                call.version = topology.version
+                call.turn, self.gathered = self.gathered, call.gathered
         try:
-            return work(topology, self._reached(topology))
+            if running is not None:
+                raise self._refused(call, topology, running, role, refuse)
+            return work(call, topology, self._reached(topology))
         finally:
-            self.running = None
+            call.gathered.set()
+            if running is None:
+                self.running = None
+                call.over.set()
+
+    def _refused(
+        self, call: _Call, topology: _Topology, running: _Call, role: str, refuse: _Work[None] | None
+    ) -> Exception:
+        """Tell the others that this call is refused, unless they take part in the one that runs; return why."""
+        refused = call.problem = ValueError(f"{call.name}: {running.refusal()}")
+        if running.version != topology.version:
+            # The others would wait for this rank until their deadline.
+            with contextlib.suppress(UpdateFailed):
+                store = self._reached(topology)
+                _fail(store, topology, role, refused)
+                if refuse is not None:
+                    refuse(call, topology, store)
+        return refused
 
     def _send(
-        self, topology: _Topology, store: Rendezvous, weights: Iterable[tuple[str, torch.Tensor]]
+        self, call: _Call, topology: _Topology, store: Rendezvous, weights: Iterable[tuple[str, torch.Tensor]]
     ) -> dict[str, float]:
-        end = time.monotonic() + self.deadline_s
-        watch = _watch(store, topology.version, end)
+        end = call.end
         try:
-            self._keep(weights, topology)
+            self._gather(call, weights, topology, store)
+            if call.problem is not None:
+                raise call.problem
+            call.require()
             if self.sender is None:
                 engine = Options(networks=self.networks, address=self.address).engine("cpu")
                 counts = topology.num_trainers, topology.num_workers
                 self.sender = Sender(ENGINE, topology.rank, *counts, store, engine, deltas=self.delta_bytes > 0)
             if not self.sender.begun:
                 # Also after a version that failed before all had planned: the engine keeps its address.
-                self.sender.begin(self.tensors, end, watch=watch, watermark_bytes=self.bucket_size)
-            report = self.sender.send(topology.version, end)
+                self.sender.begin(self.tensors, end, watch=_watch(store, call), watermark_bytes=self.bucket_size)
+            report = self.sender.send(topology.version, end, watch=call.require)
         except BaseException as error:
             _fail(store, topology, "actor", error)
             raise
         return {"putget/bytes": float(report.num_bytes), "putget/seconds": report.seconds}
 
-    def _keep(self, weights: Iterable[tuple[str, torch.Tensor]], topology: _Topology) -> None:
-        """Copy this rank's share to the host; verl's generator gathers, so each rank goes through all of it."""
-        for number, (name, tensor) in enumerate(weights):
-            if number % topology.num_trainers != topology.rank:
-                continue
+    def _gather(
+        self, call: _Call, weights: Iterable[tuple[str, torch.Tensor]], topology: _Topology, store: Rendezvous
+    ) -> None:
+        """Copy this rank's share to the host.
+
+        verl's generator gathers, so each rank goes through all of it: also one that was refused, that could not copy a
+        tensor, or that has been given up, because others are told so at other times, or not at all. Calls gather in
+        their order, as they do on the others.
+        """
+        try:
+            if call.turn is not None and not call.turn.wait(max(call.end - time.monotonic(), 0.0)):
+                raise UpdateFailed(f"{call}: the call before still waits for its weights")
+            for number, (name, tensor) in enumerate(weights):
+                kept = call.problem is None and not call.given_up
+                if kept and number % topology.num_trainers == topology.rank:
+                    self._keep(call, name, tensor, topology, store)
+        except Exception as error:
+            call.problem = call.problem or error
+        finally:
+            call.gathered.set()
+
+    def _keep(self, call: _Call, name: str, tensor: torch.Tensor, topology: _Topology, store: Rendezvous) -> None:
+        try:
             if name not in self.tensors:
                 self.tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
             self.tensors[name].copy_(tensor)
+        except Exception as error:
+            call.problem = error
+            # The next gather may fail as well, or stand still.
+            with contextlib.suppress(UpdateFailed):
+                _fail(store, topology, "actor", error)
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of a version, once it is complete in all rollout workers.
@@ -239,20 +347,23 @@ class PutgetCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 this version has failed for all.
             UpdateFailed: It is not. Why is named.
         """
-        found = await asyncio.to_thread(self._alone, "receive_weights", "worker", self._receive)
+        found = await self._in_thread("receive_weights", "worker", self._receive)
         for name, tensor in found.items():
             yield name, tensor
 
-    def _receive(self, topology: _Topology, store: Rendezvous) -> dict[str, torch.Tensor]:
-        end = time.monotonic() + self.deadline_s
+    def _receive(self, call: _Call, topology: _Topology, store: Rendezvous) -> dict[str, torch.Tensor]:
+        end = call.end
         if self.receiver is None:
-            watch = _watch(store, topology.version, end)
-            self._begin(topology, store, store.take({"params": "actor 0"}, end, watch)[0])
+            self._begin(topology, store, store.take({"params": "actor 0"}, end, _watch(store, call))[0])
         receiver = self.receiver
         if receiver is None:
             raise ValueError("receive_weights: this worker has been closed")
         receiver.begin(topology.version, max(end - time.monotonic(), 0.0))
-        (outcome,) = store.take({f"end/{topology.version}": "actor 0"}, end + 2 * GRACE_S)
+        try:
+            (outcome,) = store.take({f"end/{topology.version}": "actor 0"}, end + 2 * GRACE_S, call.require)
+        except UpdateFailed as error:
+            receiver.give_up(str(error))
+            raise
         receiver.finish()
         if outcome:
             raise UpdateFailed(outcome)
@@ -289,11 +400,12 @@ def _fail(store: Rendezvous, topology: _Topology, role: str, error: BaseExceptio
         store.put(f"end/{topology.version}", problem)
 
 
-def _watch(store: Rendezvous, version: int, end: float) -> Callable[[], None]:
-    """Return what ends a wait when an actor has failed."""
+def _watch(store: Rendezvous, call: _Call) -> Callable[[], None]:
+    """Return what ends a wait when an actor has failed, or the call is given up."""
 
     def watch() -> None:
-        if store.has(f"failed/{version}"):
-            raise UpdateFailed(store.take({f"failed/{version}": "an actor"}, end)[0])
+        call.require()
+        if store.has(f"failed/{call.version}"):
+            raise UpdateFailed(store.take({f"failed/{call.version}": "an actor"}, call.end)[0])
 
     return watch
