@@ -86,8 +86,8 @@ def test_a_training_without_end_is_given_up_with_its_last_words(
     endless.write_text("#!/bin/sh\necho step 5\nexec sleep 60\n")
     endless.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(endless))
-    monkeypatch.setattr(demo_serve, "_PATIENCE_S", 1.0)
-    with pytest.raises(PutgetError, match=r"the tiny model is not trained after 1 s:\nstep 5"):
+    monkeypatch.setattr(demo_serve, "_PATIENCE_S", 8.0)  # the program has to begin within it
+    with pytest.raises(PutgetError, match=r"the tiny model is not trained after 8 s:\nstep 5"):
         demo_serve._train(tmp_path / "demo")
 
 

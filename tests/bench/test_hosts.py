@@ -43,7 +43,7 @@ def run(flags: str, ranks: int = 2) -> list[str]:
             for node in nodes:
                 node.terminate()
                 node.wait(30)
-    assert [node.returncode for node in nodes] == [0, 0], printed
+    assert [node.returncode for node in nodes] == [0, 0], "\n".join(printed)
     return printed
 
 

@@ -56,6 +56,19 @@ def test_a_path_is_tried_and_left_alone(tmp_path: Path) -> None:
             check_writable("--plot", str(path))
 
 
+def test_ranks_that_try_one_path_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank, which has tried it too, removes the file between two steps of this one."""
+    path, close = tmp_path / "out.json", os.close
+
+    def close_late(file: int) -> None:
+        close(file)
+        path.unlink()
+
+    monkeypatch.setattr(os, "close", close_late)
+    check_writable("--output_file", str(path))
+    assert not path.exists()
+
+
 @pytest.mark.parametrize(
     "words",
     [

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import http.server
 import json
+import socket
 import sys
 import threading
 import time
@@ -117,10 +118,18 @@ def url_of(server: http.server.ThreadingHTTPServer) -> str:
     return f"http://127.0.0.1:{server.server_address[1]}"
 
 
+def has_ended(pid: int) -> bool:
+    """Whether a process is gone, or only waits to be reaped."""
+    try:
+        return "Z" in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2][:3]
+    except OSError:  # gone, perhaps while its file was read
+        return True
+
+
 def require_ended(pid: int) -> None:
     """Waits until a process is gone; its new parent reaps it."""
     deadline = time.monotonic() + 60
-    while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split(")")[1][:3]:
+    while not has_ended(pid):
         assert time.monotonic() < deadline, "aiperf's child is still there"
         time.sleep(0.02)
 
@@ -215,15 +224,14 @@ def test_an_address_that_is_none_is_refused(url: str, capsys: pytest.CaptureFixt
 
 
 def test_a_server_that_does_not_answer_is_named(
-    server: http.server.ThreadingHTTPServer,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     put_aiperf(tmp_path, monkeypatch)
-    server.socket.close()  # the port is free from here on
-    assert cli.main(["serve-bench", "--url", url_of(server)]) == 1
-    assert f"no server with OpenAI's interface answers at {url_of(server)}/v1/models" in capsys.readouterr().err
+    with socket.socket() as held:  # nobody else gets the port, and nobody listens there
+        held.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{held.getsockname()[1]}"
+        assert cli.main(["serve-bench", "--url", url]) == 1
+    assert f"no server with OpenAI's interface answers at {url}/v1/models" in capsys.readouterr().err
     assert not (tmp_path / "asked").exists()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -37,34 +36,43 @@ def test_series_cover_the_iterations(iters: int) -> None:
     assert iters <= length * num_series < iters + num_series
 
 
-def test_steps_are_aligned_timed_and_in_order() -> None:
+class Clock:
+    """A clock that stands still but for what a test adds, as the timer asks for it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seconds = 7.0
+        monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: self.seconds))
+
+    def add(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
+def test_steps_are_aligned_timed_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
-    timer = timing.CpuTimer(align=lambda: done.append("align"))
+    clock = Clock(monkeypatch)
 
-    def slow() -> None:
-        done.append("slow")
-        time.sleep(0.01)
+    def took(name: str, seconds: float) -> None:
+        done.append(name)
+        clock.add(seconds)
 
+    timer = timing.CpuTimer(align=lambda: took("align", 4.0))
     series = timer.steps(
-        [timing.Step(slow, "slow"), timing.Step(lambda: done.append("untimed")), timing.Step(lambda: None, "quick")], 2
+        [
+            timing.Step(lambda: took("slow", 0.5), "slow"),
+            timing.Step(lambda: took("untimed", 2.0)),
+            timing.Step(lambda: took("quick", 0.25), "quick"),
+        ],
+        2,
     )
-    readings = series()
-    assert done == ["align", "slow", "untimed", "align"] * 2
-    assert list(readings) == ["slow", "quick"]
-    assert all(10_000 <= value < 1_000_000 for value in readings["slow"])
-    assert all(value < 10_000 for value in readings["quick"])
+    assert series() == {"slow": [0.5e6] * 2, "quick": [0.25e6] * 2}
+    assert done == ["align", "slow", "untimed", "align", "quick"] * 2
 
 
-def test_back_to_back_divides_by_the_repeats() -> None:
-    runs: list[int] = []
-
-    def run() -> None:
-        runs.append(1)
-        time.sleep(0.005)
-
-    reading = timing.CpuTimer(align=lambda: None).back_to_back("pair", run, 4)()
-    assert len(runs) == 4
-    assert 5_000 <= reading["pair"][0] < 20_000
+def test_back_to_back_divides_by_the_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    timer = timing.CpuTimer(align=lambda: clock.add(4.0))
+    assert timer.back_to_back("pair", lambda: clock.add(0.5), 4)() == {"pair": [0.5e6]}
+    assert clock.seconds == 7.0 + 4.0 + 4 * 0.5
 
 
 def test_ten_thousand_rounds_are_short_series_repeated() -> None:

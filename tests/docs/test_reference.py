@@ -26,6 +26,14 @@ def test_public_names_are_on_a_page(name: str) -> None:
         assert f"::: putget.{name}\n" in page("python")
 
 
+def test_every_error_of_the_package_is_on_the_page() -> None:
+    """Also one whose class has no public name: a traceback shows it."""
+    defined = re.compile(r"^class ([A-Z]\w+)\((?:\w+Error|PeerTimeout|Exception)\b", re.MULTILINE)
+    names = {name for path in PACKAGE.rglob("*.py") for name in defined.findall(path.read_text())}
+    assert {"Disagreement", "PeerLeft", "BackendUnavailable"} <= names
+    assert not [name for name in names - {"PutgetError"} if f"| `{name}` |" not in page("errors")]
+
+
 @pytest.mark.parametrize("name", putget.balancer.__all__)
 def test_public_names_of_the_balancer_are_on_the_page(name: str) -> None:
     assert f"::: putget.balancer.{name}\n" in page("python_balancer")

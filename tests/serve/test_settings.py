@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import re
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from putget import BackendUnavailable
 from putget_serve import ranks
 from putget_serve.settings import Settings, claimed, listen
+from tests.engines.prompts import free_port
 
 Make = Callable[..., Settings]
 
@@ -25,15 +25,12 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     """Settings that are right, but for those given."""
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "5.24.0")
     (tmp_path / "config.json").write_text("{}")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     right = Settings(
         path=str(tmp_path),
         ep_size=2,
         device="cpu",
         host="127.0.0.1",
-        port=port,
+        port=free_port(),
         dtype="auto",
         max_tokens_per_rank=8,
         cache_tokens=None,
