@@ -54,6 +54,108 @@ fn a_decoder_goes_on_while_its_cancel_waits_for_room() {
     assert!(matches!(receive.wait(LONG), Receiving::Released(_)));
 }
 
+/// What a thread has of a decoder whose request waits for room.
+struct Waiting {
+    source: Rank,
+    prefiller: Prefiller,
+    target: Rank,
+    decoder: Decoder,
+    group: Arc<Group>,
+    /// The engine that nobody sends to when it is closed.
+    other: Engine,
+    full: Arc<Flag>,
+}
+
+fn waiting(seed: u64) -> Waiting {
+    let network = Network::Sim(SimNetwork::new(seed));
+    let (source, target) = (rank(&network, &SIDE, 0), rank_on(bounded(&network), &SIDE, 0));
+    let prefiller = Prefiller::new(&source.cache, PrefillerOptions::default()).unwrap();
+    let decoder = Decoder::new(&target.cache, DecoderOptions::default()).unwrap();
+    let group = decoder.group(&[prefiller.source()]).unwrap();
+    let other = network.engine();
+    // The source is connected already: a connection needs no room.
+    let own = pages(&target.cache, 0, TOKENS, 1);
+    let first = decoder.request(&group, &wanted(ask("first", 0, TOKENS, 10), &own, 1)).unwrap();
+    first.cancel();
+    assert!(matches!(first.wait(LONG), Receiving::Released(_)));
+    drop((first, decoder.poll()));
+    let full = fill(&target.engine, &other.main_address());
+    Waiting { source, prefiller, target, decoder, group, other, full }
+}
+
+/// Asks for a request that fails by its deadline while it waits for room, and calls `then` when it has failed.
+fn fails_while_it_waits(all: &Waiting, own: &[Vec<u64>], then: impl FnOnce()) -> Receive {
+    let Waiting { decoder, group, full, .. } = all;
+    let deadline = Duration::from_millis(50);
+    let wanted = Wanted { ask: ask("request", 0, TOKENS, 10), pages: own, num_targets: 1, deadline };
+    std::thread::scope(|scope| {
+        let asked = scope.spawn(|| decoder.request(group, &wanted).unwrap());
+        eventually("it has failed", || !decoder.poll().failed.is_empty());
+        assert_eq!(full.pending() as usize, ROOM);
+        then();
+        asked.join().unwrap()
+    })
+}
+
+#[test]
+fn a_decoder_goes_on_while_a_request_waits_for_room_and_keeps_its_pages() {
+    let all = waiting(43);
+    let Waiting { source, prefiller, target, decoder, group, .. } = &all;
+    let own = pages(&target.cache, 0, TOKENS, 1);
+    let computed = pages(&source.cache, 0, TOKENS, 2);
+    prefiller.begin_step(1, &[Work { request: "request", tokens: TOKENS, pages: &computed }]).unwrap();
+    source.compute(1, 0, TOKENS, &computed, 0..LAYERS);
+    prefiller.layer_done(LAYERS - 1);
+    target.poison();
+    let receive = fails_while_it_waits(&all, &own, || {
+        // It may leave yet, so its pages belong to nobody else.
+        assert_eq!(decoder.quarantined(), own.iter().map(Vec::len).sum::<usize>());
+        let again = decoder.request(group, &wanted(ask("again", 0, TOKENS, 10), &own, 1));
+        assert!(again.unwrap_err().to_string().contains("another request has it"));
+        all.other.close();
+    });
+    assert!(matches!(receive.wait(LONG), Receiving::Released(_)));
+    assert_eq!(decoder.quarantined(), 0);
+    target.poison();
+    // What was asked for late writes nothing into pages that are used again.
+    std::thread::sleep(Duration::from_millis(100));
+    assert_eq!(target.spoilt(), 0);
+}
+
+#[test]
+fn a_request_that_never_leaves_gives_its_pages_back() {
+    let all = waiting(44);
+    let own = pages(&all.target.cache, 0, TOKENS, 1);
+    // Its engine is full until it is closed: nothing lands there any more.
+    let receive = fails_while_it_waits(&all, &own, || all.target.engine.close());
+    assert!(matches!(receive.wait(LONG), Receiving::Released(_)));
+}
+
+#[test]
+fn two_requests_that_wait_are_asked_for_when_there_is_room() {
+    let all = waiting(45);
+    let Waiting { source, prefiller, target, decoder, group, other, full } = &all;
+    let computed: Vec<_> = (0..2).map(|seed| pages(&source.cache, 0, 12, 20 + seed)).collect();
+    let lists: Vec<_> = [0..3, 3..6].map(|ids: std::ops::Range<u64>| vec![ids.clone().collect(), vec![ids.start]]).into();
+    let names = ["a", "b"];
+    std::thread::scope(|scope| {
+        let ask = |at: usize| decoder.request(group, &wanted(ask(names[at], 0, 12, 10), &lists[at], 1)).unwrap();
+        let asked: Vec<_> = [0, 1].map(|at| scope.spawn(move || ask(at))).into();
+        eventually("both wait", || decoder.metrics_text().contains("_requests 2"));
+        assert_eq!(full.pending() as usize, ROOM);
+        other.close();
+        let received: Vec<_> = asked.into_iter().map(|asked| asked.join().unwrap()).collect();
+        for (at, name) in names.into_iter().enumerate() {
+            prefiller.begin_step(at as u64 + 1, &[Work { request: name, tokens: 12, pages: &computed[at] }]).unwrap();
+            source.compute(at as u64, 0, 12, &computed[at], 0..LAYERS);
+            prefiller.layer_done(LAYERS - 1);
+            prefiller.finish(name, &[at as u8; CONTEXT as usize]).unwrap();
+            assert_eq!(received[at].wait(LONG), Receiving::Arrived);
+            target.check(at as u64, 0, 12, &lists[at]);
+        }
+    });
+}
+
 #[test]
 fn a_prefiller_goes_on_while_its_answer_waits_for_room() {
     let network = Network::Sim(SimNetwork::new(42));

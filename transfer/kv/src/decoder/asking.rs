@@ -1,10 +1,11 @@
 //! A decoder's talk with the sources of a request.
 
 use std::sync::{Arc, Weak};
+use std::time::Instant;
 
 use putget_transfer::{Done, Error, MrHandle, NetAddr};
 
-use super::{Answer, Group, Inner, MOST_GROUPS, Receiving, State};
+use super::{Answer, Asks, Group, Inner, MOST_GROUPS, Receipt, Receiving, State};
 use crate::delivery;
 use crate::message::{Hello, Message, Refusal};
 use crate::metrics::count;
@@ -22,12 +23,11 @@ impl Inner {
         })
     }
 
-    /// Sends a request to one of its sources; with the Hello if that is not known to have it.
+    /// Has a request sent to one of its sources when the lock is free; with the Hello if that is not known to have it.
     pub(super) fn ask(self: &Arc<Self>, state: &mut State, receive: u64, source: usize, introduce: bool) {
         let State { receipts, known, .. } = &mut *state;
         let Some(receipt) = receipts.get_mut(&receive) else { return };
         let Some(address) = receipt.group.addresses.get(source).cloned() else { return };
-        let pool = receipt.group.pools.get(source).copied().unwrap_or_default();
         let mut request = receipt.request.clone();
         request.count = receipt.counts.get(source).copied().unwrap_or_default();
         let hello = match self.hello(&receipt.group, source, &address) {
@@ -39,6 +39,19 @@ impl Inner {
         if introduce || !known.contains(&(address.clone(), request.hello)) {
             request.introduction = Some(hello);
         }
+        receipt.asks.iter_mut().skip(source).take(1).for_each(|asks| asks.waiting += 1);
+        let (inner, group) = (Arc::clone(self), Arc::clone(&receipt.group));
+        let bytes = Message::Request(Box::new(request)).encode();
+        state.unsent.push(Box::new(move || inner.send_ask(&group, receive, source, &bytes)));
+    }
+
+    /// Sends a request to a source, unless it is over or has failed meanwhile. If it fails while this waits for room, its pages stay in
+    /// quarantine, and the cancel follows. Called without the lock.
+    fn send_ask(self: &Arc<Self>, group: &Group, receive: u64, source: usize, bytes: &[u8]) {
+        let Some(address) = group.addresses.get(source) else { return };
+        if !self.state().receipts.get(&receive).is_some_and(Receipt::is_open) {
+            return self.has_left(receive, source, false);
+        }
         let weak: Weak<Self> = Arc::downgrade(self);
         let done = Done::callback(move |outcome| {
             if let (Err(error), Some(inner)) = (outcome, weak.upgrade()) {
@@ -46,11 +59,30 @@ impl Inner {
                 inner.fail(&mut inner.state(), receive, &inner.metrics.failed, &words);
             }
         });
-        let bytes = Message::Request(Box::new(request)).encode();
-        let sent = self.engine.submit_send_to(&address, pool, &bytes, &delivery(), done);
+        let pool = group.pools.get(source).copied().unwrap_or_default();
+        let sent = self.engine.submit_send_to(address, pool, bytes, &delivery(), done);
+        self.has_left(receive, source, sent.is_ok());
         if let Err(error) = sent {
-            self.not_asked(state, receive, source, &error);
+            self.not_asked(&mut self.state(), receive, source, &error);
         }
+    }
+
+    /// A message that asks a source waits no more: it was sent, or never will be.
+    fn has_left(self: &Arc<Self>, receive: u64, source: usize, sent: bool) {
+        let mut state = self.state();
+        let Some(receipt) = state.receipts.get_mut(&receive) else { return };
+        let Some(asks) = receipt.asks.get_mut(source) else { return };
+        asks.waiting = asks.waiting.saturating_sub(1);
+        asks.sent |= sent;
+        match (*asks, receipt.is_failed()) {
+            (Asks { waiting: 0, sent: false }, _) => self.end_source(&mut state, receive, source),
+            (Asks { waiting: 0, .. }, true) => {
+                receipt.confirm = Instant::now().checked_add(self.options.confirm);
+                self.cancel_at(&mut state, receive, vec![source]);
+            }
+            _ => {}
+        }
+        self.release(&mut state, receive);
     }
 
     fn not_asked(self: &Arc<Self>, state: &mut State, receive: u64, source: usize, error: &Error) {

@@ -58,7 +58,7 @@ impl Inner {
     /// Gives a request up: its sources are to stop, and until they have its pages stay in quarantine. `end` counts how it ends.
     pub(super) fn fail(self: &Arc<Self>, state: &mut State, receive: u64, end: &AtomicU64, words: &str) {
         let Some(receipt) = state.receipts.get_mut(&receive) else { return };
-        if !matches!(receipt.state, Receiving::Asked | Receiving::Accepted) {
+        if !receipt.is_open() {
             return;
         }
         count(end);
@@ -69,20 +69,24 @@ impl Inner {
             // A closed engine has no expectations.
             let _ = self.engine.cancel(id);
         }
-        let cancel = Message::Cancel { receive, answers: self.pool.number }.encode();
-        let group = Arc::clone(&receipt.group);
-        let writes = |asked: &Answer| matches!(asked, Answer::Pending | Answer::Accepted);
-        let asked: Vec<_> = receipt.sources.iter().map(writes).collect();
+        let asked: Vec<_> = (0..receipt.sources.len()).filter(|source| !receipt.is_waiting(*source)).collect();
         note(&mut state.events.failed, (receive, words.to_owned()));
-        let inner = Arc::clone(self);
-        state.unsent.push(Box::new(move || {
-            for (source, _) in asked.iter().enumerate().filter(|(_, asked)| **asked) {
-                inner.send_cancel(&group, receive, source, &cancel);
-            }
-        }));
+        self.cancel_at(state, receive, asked);
         self.release(state, receive);
         self.watch(state);
         self.changed.notify_all();
+    }
+
+    /// Has a cancel sent to those of these sources that may write, when the lock is free.
+    pub(super) fn cancel_at(self: &Arc<Self>, state: &mut State, receive: u64, mut sources: Vec<usize>) {
+        let Some(receipt) = state.receipts.get(&receive) else { return };
+        let writes = |asked: &Answer| matches!(asked, Answer::Pending | Answer::Accepted);
+        sources.retain(|source| receipt.sources.get(*source).is_some_and(writes));
+        let cancel = Message::Cancel { receive, answers: self.pool.number }.encode();
+        let (inner, group) = (Arc::clone(self), Arc::clone(&receipt.group));
+        state.unsent.push(Box::new(move || {
+            sources.iter().for_each(|source| inner.send_cancel(&group, receive, *source, &cancel));
+        }));
     }
 
     /// Sends a cancel to a source. Called without the lock.
@@ -167,7 +171,8 @@ impl Inner {
     pub(super) fn release(&self, state: &mut State, receive: u64) {
         let Some(receipt) = state.receipts.get_mut(&receive) else { return };
         let Receiving::Failed(words) = &receipt.state else { return };
-        if receipt.waits || receipt.sources.iter().any(|asked| *asked != Answer::Ended) {
+        let asked = receipt.asks.iter().any(|asks| asks.waiting > 0);
+        if receipt.waits || asked || receipt.sources.iter().any(|asked| *asked != Answer::Ended) {
             return;
         }
         receipt.state = Receiving::Released(words.clone());
@@ -182,15 +187,19 @@ impl Inner {
         self.changed.notify_all();
     }
 
-    /// Shuts a source out that cannot confirm: afterwards nothing of it lands.
+    /// Shuts a source out that cannot confirm: afterwards nothing of it lands. Not for a request that waits to be asked for: that may
+    /// leave behind the fence.
     pub(super) fn fence(self: &Arc<Self>, state: &mut State, receive: u64, source: usize) {
-        let Some(receipt) = state.receipts.get(&receive).filter(|receipt| receipt.is_failed()) else { return };
+        let fenced = |receipt: &&Receipt| receipt.is_failed() && !receipt.is_waiting(source);
+        let Some(receipt) = state.receipts.get(&receive).filter(fenced) else { return };
         let ended = receipt.sources.get(source).is_none_or(|asked| *asked == Answer::Ended);
         let Some(address) = receipt.group.addresses.get(source).filter(|_| !ended).cloned() else { return };
         if state.fencing.contains_key(&address) {
             return;
         }
-        let of = |receipt: &Receipt| receipt.group.addresses.contains(&address);
+        let of = |receipt: &Receipt| {
+            receipt.group.addresses.iter().position(|other| *other == address).is_some_and(|at| !receipt.is_waiting(at))
+        };
         let covered = state.receipts.iter().filter(|(_, receipt)| of(receipt)).map(|(id, _)| *id).collect();
         state.fencing.insert(address.clone(), covered);
         count(&self.metrics.fences);

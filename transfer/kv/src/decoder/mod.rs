@@ -97,6 +97,14 @@ enum Answer {
     Ended,
 }
 
+/// The messages that ask a source. Those that wait for room in the engine leave without the lock.
+#[derive(Clone, Copy, Default)]
+struct Asks {
+    waiting: u32,
+    /// One has left, so the source may have something under way.
+    sent: bool,
+}
+
 /// A function that is told of a request's end.
 type Call = Box<dyn FnOnce() + Send>;
 
@@ -105,6 +113,7 @@ struct Receipt {
     request: Request,
     /// The answers of each source.
     sources: Vec<Answer>,
+    asks: Vec<Asks>,
     /// How often each raises the immediate.
     counts: Vec<u64>,
     /// The Hello on which each was asked.
@@ -129,6 +138,15 @@ impl Receipt {
     fn stage(&mut self) -> Duration {
         let now = Instant::now();
         now.saturating_duration_since(std::mem::replace(&mut self.since, now))
+    }
+
+    /// The source has been asked, or will be once there is room.
+    fn is_waiting(&self, source: usize) -> bool {
+        self.asks.get(source).is_some_and(|asks| asks.waiting > 0)
+    }
+
+    fn is_open(&self) -> bool {
+        matches!(self.state, Receiving::Asked | Receiving::Accepted)
     }
 
     fn is_failed(&self) -> bool {
@@ -350,6 +368,7 @@ impl Decoder {
         let receipt = Receipt {
             group: Arc::clone(group),
             request,
+            asks: vec![Asks::default(); sources.len()],
             sources,
             counts: (0..group.addresses.len()).map(|at| plan.of(at).map_or(0, |plan| plan.count)).collect(),
             hellos: HashMap::new(),
