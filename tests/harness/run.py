@@ -113,10 +113,10 @@ def on_network(rank: Rank, network: putget.Network, body: Callable[..., Any], *a
         return body(Rank(rank.rank, rank.size, rank.device, _comm=comm), *args)
 
 
-def _fill_allocator(place: torch.device) -> None:
+def fill_allocator(place: torch.device) -> None:
     """Leaves free blocks of all sizes with the current stream's allocator, so that small tensors need no cudaMalloc."""
     blocks = [torch.empty(1 << 19, dtype=torch.uint8, device=place) for _ in range(32)]
-    blocks += [torch.empty(5 << 20, dtype=torch.uint8, device=place) for _ in range(4)]
+    blocks += [torch.empty(5 << 20, dtype=torch.uint8, device=place) for _ in range(16)]
 
 
 def _run_threads(
@@ -140,7 +140,7 @@ def _run_threads(
                 if place.type == "cuda":
                     # A default stream shared by the ranks would let one rank's waiting kernel block the others' puts.
                     stack.enter_context(torch.cuda.stream(torch.cuda.Stream(place)))
-                    _fill_allocator(place)
+                    fill_allocator(place)
                 me = Rank(rank, size, place, _comm=comms[rank], _barrier=barrier)
                 me.meet()
                 results[rank] = body(me, *args)

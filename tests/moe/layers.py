@@ -10,6 +10,7 @@ from torch import Tensor
 
 from putget.moe import ExpertParallelMoE, GroupLimitedRouting, SlotOptions, networks
 from tests.harness import Rank
+from tests.harness.run import fill_allocator
 from tests.moe.dense import Dense
 
 # BF16: what lies between the products, the experts' rows, their weighted sum and the result are each rounded to 8 bits,
@@ -70,14 +71,15 @@ def load_kernels(layer: ExpertParallelMoE, x: Tensor, expected_rows: tuple[int, 
     """
     if x.device.type != "cuda":
         return
-    _, _, payloads = layer.route(x)
+    capacity = layer.grouped_memory.capacity
     for _ in range(2):  # a first call may take another kernel than those behind it
         for tokens in range(1, len(x) + 1):
-            layer.run_shared(tuple(payload[:tokens] for payload in payloads))
+            _, _, payloads = layer.route(x[:tokens])
+            layer.run_shared(payloads)
+        arrived = tuple(payload.new_zeros((capacity, *payload.shape[1:])) for payload in payloads)
         for rows in expected_rows:
-            layer.experts(payloads, _NoRows(len(layer.local_experts), x.device), rows)
-    blocks = [torch.empty(8 << 20, dtype=torch.uint8, device=x.device) for _ in range(16)]
-    del blocks  # the allocator keeps them for this stream
+            layer.experts(arrived, _NoRows(len(layer.local_experts), x.device), rows)
+    fill_allocator(x.device)
     torch.cuda.current_stream(x.device).synchronize()
 
 
