@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import threading
 import time
@@ -132,6 +133,10 @@ def _run_threads(
     failures: dict[int, str] = {}
     failed = threading.Event()
     barrier = threading.Barrier(size) if device == "cuda" else None
+    if device == "cuda":
+        # Memory of earlier tests, if the collector frees it while a kernel waits for a rank, is freed behind that kernel:
+        # the rank that frees it stands still until the deadline.
+        gc.collect()
 
     def run(rank: int) -> None:
         place = torch.device("cpu") if device == "cpu" else torch.device("cuda", 0)
