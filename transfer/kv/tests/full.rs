@@ -128,8 +128,14 @@ fn a_decoder_goes_on_while_a_request_waits_for_room_and_keeps_its_pages() {
     assert!(matches!(receive.wait(LONG), Receiving::Released(_)));
     assert_eq!(decoder.quarantined(), 0);
     target.poison();
-    // The late request writes nothing into pages that are used again.
-    std::thread::sleep(Duration::from_millis(100));
+    // The late request writes nothing into pages that are used again, and the source does not wait for it.
+    prefiller.finish("request", &[0; CONTEXT as usize]).unwrap();
+    let mut ends = Vec::new();
+    eventually("the source's pages come back", || {
+        ends.extend(prefiller.poll());
+        !ends.is_empty()
+    });
+    assert_eq!(ends, [("request".to_owned(), End::Cancelled)]);
     assert_eq!(target.spoilt(), 0);
 }
 

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use putget_transfer::{Done, Error, MrHandle, NetAddr};
 
-use super::{Answer, Asks, Group, Inner, MOST_GROUPS, Receipt, Receiving, State};
+use super::{Answer, Asks, Group, Inner, MOST_GROUPS, Receiving, State};
 use crate::delivery;
 use crate::message::{Hello, Message, Refusal};
 use crate::metrics::count;
@@ -45,13 +45,10 @@ impl Inner {
         state.unsent.push(Box::new(move || inner.send_ask(&group, receive, source, &bytes)));
     }
 
-    /// Sends a request to a source, unless it is over or has failed meanwhile. If it fails while this waits for room, its pages stay in
-    /// quarantine, and the cancel follows. Called without the lock.
+    /// Sends a request to a source, also if it is over or has failed meanwhile: a source counts all that ask before it gives its pages
+    /// back. If it has failed, its pages stay in quarantine, and the cancel follows. Called without the lock.
     fn send_ask(self: &Arc<Self>, group: &Group, receive: u64, source: usize, bytes: &[u8]) {
         let Some(address) = group.addresses.get(source) else { return };
-        if !self.state().receipts.get(&receive).is_some_and(Receipt::is_open) {
-            return self.has_left(receive, source, false);
-        }
         let weak: Weak<Self> = Arc::downgrade(self);
         let done = Done::callback(move |outcome| {
             if let (Err(error), Some(inner)) = (outcome, weak.upgrade()) {
@@ -67,7 +64,7 @@ impl Inner {
         }
     }
 
-    /// A message that asks a source waits no more: it was sent, or never will be.
+    /// A message that asks a source waits no more: it was sent, or the engine has refused it.
     fn has_left(self: &Arc<Self>, receive: u64, source: usize, sent: bool) {
         let mut state = self.state();
         let Some(receipt) = state.receipts.get_mut(&receive) else { return };
