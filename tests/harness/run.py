@@ -134,8 +134,8 @@ def _run_threads(
     failed = threading.Event()
     barrier = threading.Barrier(size) if device == "cuda" else None
     if device == "cuda":
-        # Memory of earlier tests, if the collector frees it while a kernel waits for a rank, is freed behind that kernel:
-        # the rank that frees it stands still until the deadline.
+        # The collector may free memory of earlier tests while a kernel waits for a rank. The rank that frees it then
+        # stands still until the deadline.
         gc.collect()
 
     def run(rank: int) -> None:
