@@ -111,7 +111,7 @@ class Interrupts:
     def __init__(self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
         self.cluster, self.monkeypatch = cluster, monkeypatch
         self.aborted, self.waiting = threading.Event(), threading.Event()
-        self.raised = False
+        self.wanted = self.raised = 0
         waits = _controller.wait
         abort = cluster.rollouts[1].abort
 
@@ -128,13 +128,20 @@ class Interrupts:
         monkeypatch.setattr(cluster.rollouts[1], "abort", gives_up)
 
     def handle(self, *_: Any) -> None:
-        self.raised = True
-        raise KeyboardInterrupt
+        if self.raised < self.wanted:
+            self.raised += 1
+            raise KeyboardInterrupt
 
     def send(self) -> None:
+        """Interrupt the main thread once. The thread misses a signal that comes just before it begins to wait."""
         ident = threading.main_thread().ident
         assert ident is not None
-        signal.pthread_kill(ident, signal.SIGINT)
+        self.wanted += 1
+        end = time.monotonic() + DEADLINE_S
+        while self.raised < self.wanted:
+            assert time.monotonic() < end
+            signal.pthread_kill(ident, signal.SIGINT)
+            time.sleep(0.2)
 
     def during(self, owner: Any, name: str, until: threading.Event) -> None:
         """Interrupt the first call of a method; it goes on after an event."""
