@@ -3,7 +3,7 @@
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
-use putget_transfer::{Done, Error, MrHandle, NetAddr};
+use putget_transfer::{Done, Error, MrHandle, NetAddr, TransferId};
 
 use super::{Answer, Asks, Group, Inner, MOST_GROUPS, Receiving, State};
 use crate::delivery;
@@ -58,19 +58,16 @@ impl Inner {
         });
         let pool = group.pools.get(source).copied().unwrap_or_default();
         let sent = self.engine.submit_send_to(address, pool, bytes, &delivery(), done);
-        self.has_left(receive, source, sent.is_ok());
-        if let Err(error) = sent {
-            self.not_asked(&mut self.state(), receive, source, &error);
-        }
+        self.has_left(receive, source, sent);
     }
 
     /// A message that asks a source waits no more: it was sent, or the engine has refused it.
-    fn has_left(self: &Arc<Self>, receive: u64, source: usize, sent: bool) {
+    fn has_left(self: &Arc<Self>, receive: u64, source: usize, sent: Result<TransferId, Error>) {
         let mut state = self.state();
         let Some(receipt) = state.receipts.get_mut(&receive) else { return };
         let Some(asks) = receipt.asks.get_mut(source) else { return };
         asks.waiting = asks.waiting.saturating_sub(1);
-        asks.sent |= sent;
+        asks.sent |= sent.is_ok();
         match (*asks, receipt.is_failed()) {
             (Asks { waiting: 0, sent: false }, _) => self.end_source(&mut state, receive, source),
             (Asks { waiting: 0, .. }, true) => {
@@ -80,6 +77,9 @@ impl Inner {
             _ => {}
         }
         self.release(&mut state, receive);
+        if let Err(error) = sent {
+            self.not_asked(&mut state, receive, source, &error);
+        }
     }
 
     fn not_asked(self: &Arc<Self>, state: &mut State, receive: u64, source: usize, error: &Error) {

@@ -97,7 +97,7 @@ enum Answer {
     Ended,
 }
 
-/// The messages that ask a source. Those that wait for room in the engine leave without the lock.
+/// The messages that ask a source: they leave without the lock, and may wait for room in the engine.
 #[derive(Clone, Copy, Default)]
 struct Asks {
     waiting: u32,
@@ -140,7 +140,7 @@ impl Receipt {
         now.saturating_duration_since(std::mem::replace(&mut self.since, now))
     }
 
-    /// The source has been asked, or will be once there is room.
+    /// A message that asks the source has not left yet.
     fn is_waiting(&self, source: usize) -> bool {
         self.asks.get(source).is_some_and(|asks| asks.waiting > 0)
     }
